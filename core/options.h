@@ -1,0 +1,80 @@
+// Options: what CUSHION_* variables say, parsed and checked once, at the first device allocation.
+//
+// Everything about an option stands in one line of options.def. Thread safety: read_options and the
+// parsers are pure functions of their arguments; inert() reads only the environment. None of them throws.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace cushion {
+
+enum class AllocatorKind : std::uint8_t { pool, cuda };
+enum class FreeMode : std::uint8_t { sync, deferred };
+enum class InitMode : std::uint8_t { none, zero, junk };
+enum class TrackLevel : std::uint8_t { off, on };
+enum class LogLevel : std::uint8_t { off, error, warn, info, debug, trace };
+enum class Switch : std::uint8_t { off, on };
+
+using Text = std::string;
+
+// An amount of device memory: bytes (`512MiB`, `8G`, `1000`), or a share of the device's total (`50%`).
+// k/M/G/T and KiB/MiB/GiB/TiB are powers of 1024; KB/MB/GB/TB powers of 1000. Case is ignored.
+struct Size {
+  std::uint64_t bytes = 0;
+  double percent = -1;  // ≥ 0: a share, and `bytes` is unused
+
+  std::uint64_t of(std::uint64_t device_total) const noexcept {
+    return percent < 0 ? bytes : static_cast<std::uint64_t>(static_cast<double>(device_total) * (percent / 100));
+  }
+};
+
+// A length of time in nanoseconds: `250ms`, `1s`, `2min`.
+struct Duration {
+  std::uint64_t ns = 0;
+};
+
+struct Options {
+#define CUSHION_OPTION(type, field, name, fallback, range, help) type field{};
+#include "core/options.def"
+#undef CUSHION_OPTION
+};
+
+// One row of the table, for whoever prints it or makes flags of it.
+struct OptionInfo {
+  const char* name;      // without CUSHION_
+  const char* fallback;  // the default, as a person would write it
+  const char* range;     // the valid words or a phrase
+  const char* help;
+};
+std::span<const OptionInfo> option_table() noexcept;
+
+// What is wrong with `value` for the option `name` (without CUSHION_): empty if it is valid, else one line
+// without a newline that names the option, the value and the valid ones.
+std::string check_option(std::string_view name, std::string_view value);
+
+struct OptionsResult {
+  Options options;
+  std::vector<std::string> errors;    // bad values: the program must then run on native CUDA
+  std::vector<std::string> warnings;  // unknown CUSHION_ names, each with the nearest valid one
+};
+// Reads every CUSHION_* of `environment` ("NAME=value" strings, null at the end). Never throws: a failing
+// host allocation ends as an error line.
+OptionsResult read_options(const char* const* environment) noexcept;
+
+// The options in force as "NAME", "value" in table order, as a person would write them.
+std::vector<std::pair<std::string, std::string>> describe(const Options& options);
+
+// Whether CUSHION_DISABLE or CUSHION_PROGRAMS make Cushion inert in the program of this short name. Allocates
+// nothing and takes no lock: it is asked inside dlsym. A bad DISABLE value does not make it inert (it is an
+// error, reported at the first allocation).
+bool inert(const char* program) noexcept;
+
+// Expands %p %h %e %% of a path pattern; an unknown % sequence stays as it is.
+std::string expand_path(std::string_view pattern, long pid, std::string_view host, std::string_view program);
+
+}  // namespace cushion
