@@ -1,0 +1,570 @@
+#!/usr/bin/env python3
+"""Preload tests: the same program natively and under LD_PRELOAD=libcushion.so, over the emulated driver.
+
+    run.py [--sanitized] BUILD_DIR CASE...     runs the named cases (all without a name)
+    run.py --list                              prints the cases' names, one a line
+
+The rule behind every case: a program's output and exit code are the same with and without the preload. The
+exit report (CUSHION_REPORT) says besides that the preload was really in the way: `calls.served` above zero
+where the program allocated by a hooked route. Exit code 77 means skipped, as ctest understands it.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+SKIPPED = 77
+TIMEOUT_S = 60
+LEVELS = ("O0", "O1", "Og", "O2", "O3")
+
+
+class Skip(Exception):
+    """This case does not apply to this build; the text says why."""
+
+
+@dataclasses.dataclass
+class Result:
+    code: int
+    out: str
+    err: str
+    reports: list
+
+
+class Setting:
+    """Where the build is, and an empty folder for this case's files."""
+
+    def __init__(self, build, sanitized, scratch):
+        self.build = build
+        self.sanitized = sanitized
+        self.scratch = scratch
+        self.shim = build / "libcushion.so"
+        self.programs = build / "tests" / "preload"
+        self.runs = 0
+
+    def program(self, name):
+        path = self.programs / name
+        check(path.exists(), f"{path} is not built")
+        return path
+
+    def run(self, command, preload=(), driver=True, **options):
+        """Runs `command` with exactly these libraries preloaded and these CUSHION_ options set."""
+        self.runs += 1
+        reports = self.scratch / f"reports-{self.runs}"
+        reports.mkdir()
+        env = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR", "LANG") if name in os.environ}
+        env["ASAN_OPTIONS"] = "verify_asan_link_order=0:detect_leaks=0"
+        env["UBSAN_OPTIONS"] = "print_stacktrace=1"
+        if driver:
+            env["LD_LIBRARY_PATH"] = str(self.build / "emulator")
+        if preload:
+            env["LD_PRELOAD"] = ":".join(str(library) for library in preload)
+            env["CUSHION_REPORT"] = str(reports / "%p.json")
+        for name, value in options.items():
+            env[name] = str(value)
+            if value is None:
+                del env[name]
+        done = subprocess.run([str(part) for part in command], env=env, cwd=self.scratch, stdin=subprocess.DEVNULL,
+                              capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S)
+        found = [json.loads(path.read_text()) for path in sorted(reports.glob("*"))]
+        for report in found:
+            check(report["schema"] == "cushion-report", f"not a report: {report}")
+            check(report["version"] == 1, f"report version {report['version']}")
+        return Result(done.returncode, done.stdout, done.stderr, found)
+
+    def native(self, command, **options):
+        result = self.run(command, **options)
+        check(result.code >= 0, f"native run died of signal {-result.code}: {result.err}")
+        check("not found" not in result.out, f"native run found no function:\n{result.out}")
+        return result
+
+    def cushioned(self, command, before=(), after=(), **options):
+        return self.run(command, preload=(*before, self.shim, *after), **options)
+
+    def compare(self, command, served=True, before=(), after=(), reports=1, **options):
+        """The heart of it: natively, then under the preload; both must look the same. Returns the second."""
+        native = self.native(command)
+        cushion = self.cushioned(command, before=before, after=after, **options)
+        same(native, cushion)
+        check(cushion.err == "", f"the preload said something: {cushion.err!r}")
+        check(len(cushion.reports) == reports, f"{len(cushion.reports)} reports, expected {reports}")
+        for report in cushion.reports:
+            calls = report["calls"]
+            check((calls["served"] > 0) == served, f"calls: {calls}, expected served: {served}")
+        return cushion
+
+
+def check(condition, message):
+    if not condition:
+        raise AssertionError(message)
+
+
+def same(native, cushion):
+    check(native.code == cushion.code,
+          f"exit code {native.code} natively, {cushion.code} under Cushion\n{cushion.out}{cushion.err}")
+    if native.out != cushion.out:
+        pairs = [(a, b) for a, b in zip(native.out.splitlines(), cushion.out.splitlines()) if a != b]
+        first = "native `{}`, Cushion `{}`".format(*pairs[0]) if pairs else "one is longer"
+        raise AssertionError(f"output differs: {first}\n--- native\n{native.out}--- cushion\n{cushion.out}")
+
+
+def one_line(result, *words):
+    """Exactly one line on stderr, from Cushion, with each of these words in it."""
+    lines = result.err.splitlines()
+    check(len(lines) == 1, f"expected one line on stderr, got {lines}")
+    check(lines[0].startswith("cushion: "), f"not a line of Cushion's: {lines[0]!r}")
+    for word in words:
+        check(word in lines[0], f"no {word!r} in {lines[0]!r}")
+
+
+CASES = {}
+
+
+def case(function):
+    CASES[function.__name__] = function
+    return function
+
+
+def release_only(setting):
+    if setting.sanitized:
+        raise Skip("a sanitizer's runtime is linked into this build")
+
+
+# --- every way to the driver ----------------------------------------------------------------------------
+
+def route(name, *args):
+    def run(setting):
+        setting.compare([setting.program(name), *(setting.program(arg) for arg in args)])
+
+    CASES[name] = run
+
+
+for simple in ("route_dlsym", "route_proc_address_v2", "route_proc_address", "route_proc_address_nested",
+               "route_per_thread", "route_linked", "route_rtld"):
+    route(simple)
+route("route_private", "libprivate.so")
+
+
+@case
+def route_dlvsym(setting):
+    result = setting.compare([setting.program("route_dlvsym")])
+    calls = result.reports[0]["calls"]
+    check(calls["forwarded"] > 0, f"the driver's own block was not forwarded: {calls}")
+
+
+def next_malloc(level, lookup):
+    def run(setting):
+        release_only(setting)
+        setting.compare([setting.program(f"route_next_malloc_{level}_{lookup}")])
+
+    CASES[f"next_malloc_{level}_{lookup}"] = run
+
+
+for _level in LEVELS:
+    for _lookup in ("noexcept", "throwing"):
+        next_malloc(_level, _lookup)
+
+
+def other_preload(library, program):
+    """Another interposing preload in front of Cushion and behind it. In front, it still sees the calls."""
+
+    def before(setting):
+        tool = setting.program(f"lib{library}.so")
+        native = setting.run([setting.program(program)], preload=[tool], INTERPOSER_SAYS=1)
+        cushion = setting.cushioned([setting.program(program)], before=[tool], INTERPOSER_SAYS=1)
+        same(native, cushion)
+        check(native.err == cushion.err, f"the tool saw {native.err!r} natively, {cushion.err!r} before Cushion")
+        check(cushion.reports and cushion.reports[0]["calls"]["served"] > 0, "nothing was served")
+
+    def after(setting):
+        setting.compare([setting.program(program)], after=[setting.program(f"lib{library}.so")])
+
+    CASES[f"{library}_before_{program}"] = before
+    CASES[f"{library}_after_{program}"] = after
+
+
+for _library in ("interposer", "interposer_dlsym"):
+    for _program in ("route_linked", "route_dlsym", "route_rtld"):
+        other_preload(_library, _program)
+
+
+# --- the library itself ---------------------------------------------------------------------------------
+
+def readelf(*args):
+    return subprocess.run(["readelf", "-W", *(str(arg) for arg in args)], check=True, capture_output=True, text=True,
+                          env={**os.environ, "LC_ALL": "C"}).stdout
+
+
+@case
+def exports(setting):
+    script = re.sub(r"/\*.*?\*/|#.*", "", (setting.build / "shim" / "exports.map").read_text(), flags=re.S)
+    visible = re.search(r"global:(.*?)(local:|\})", script, re.S)
+    check(visible, "no global: section in exports.map")
+    expected = set(re.findall(r"\w+", visible.group(1)))
+    check("dlsym" in expected, "the hook list lost dlsym")
+    listed = subprocess.run(["nm", "-D", "--defined-only", setting.shim], check=True, capture_output=True,
+                            text=True).stdout.split("\n")
+    exported = {line.split()[-1] for line in listed if line}
+    versioned = {name for name in exported if "@" in name}
+    check(not versioned, f"symbols with a version bind to no other library's: {versioned}")
+    check(exported == expected, f"missing: {sorted(expected - exported)}, beyond the hook list: "
+                                f"{sorted(exported - expected)}")
+
+
+@case
+def needed(setting):
+    release_only(setting)
+    allowed = re.compile(r"(libc\.so\.6|libm\.so\.6|libdl\.so\.2|libpthread\.so\.0|ld-linux[-\w]*\.so\.\d)$")
+    libraries = re.findall(r"\(NEEDED\).*\[(.*)\]", readelf("-d", setting.shim))
+    check("libc.so.6" in libraries, f"no libc among {libraries}")
+    strangers = [library for library in libraries if not allowed.match(library)]
+    check(not strangers, f"needs {strangers}")
+
+
+@case
+def hardened(setting):
+    dynamic, segments = readelf("-d", setting.shim), readelf("-l", setting.shim)
+    check("BIND_NOW" in dynamic or re.search(r"FLAGS_1.*NOW", dynamic), "lazy binding")
+    check("GNU_RELRO" in segments, "no RELRO")
+    stack = re.search(r"GNU_STACK.*?\s(R\w*)\s+0x", segments)
+    check(stack, "no GNU_STACK: the whole process's stack becomes executable")
+    check("E" not in stack.group(1), "executable stack")
+    check("TEXTREL" not in dynamic, "text relocations")
+    if not setting.sanitized:
+        check("STATIC_TLS" in dynamic, "thread-local state is not initial-exec")
+
+
+@case
+def silent_without_driver(setting):
+    """`LD_PRELOAD=libcushion.so /bin/true` where there is no CUDA: nothing printed, nothing written, no time."""
+    true = shutil.which("true")
+    result = setting.run([true], preload=[setting.shim], driver=False)
+    check((result.code, result.out, result.err, result.reports) == (0, "", "", []), f"not silent: {result}")
+    result = setting.run([true], preload=[setting.shim], driver=False, CUSHION_ALLOCATOR="nonsense", CUSHION_TYPO="1")
+    check((result.code, result.out, result.err, result.reports) == (0, "", "", []), f"not silent: {result}")
+    left = [path for path in setting.scratch.rglob("*") if path.is_file()]
+    check(not left, f"wrote {left}")
+
+    def measure(env):
+        started = time.perf_counter()
+        subprocess.run([true], env=env, check=True)
+        return 1e3 * (time.perf_counter() - started)
+
+    plain, preloaded = [], []
+    for _ in range(100):  # in turn, so that a busy machine is busy for both
+        plain.append(measure({}))
+        preloaded.append(measure({"LD_PRELOAD": str(setting.shim), "ASAN_OPTIONS": "verify_asan_link_order=0"}))
+    plain, preloaded = statistics.median(plain), statistics.median(preloaded)
+    print(f"{true}: {plain:.2f} ms, preloaded {preloaded:.2f} ms, {preloaded - plain:+.2f} ms (should be under 1)")
+
+
+def driver_calls(setting, *args, **options):
+    """The emulated driver's own count of calls, by function, and the run."""
+    counts = setting.scratch / f"count-{setting.runs}"
+    result = setting.cushioned([setting.program("process"), *args], EMU_COUNT=counts, **options)
+    if not counts.exists():
+        return {}, result
+    lines = [line.split() for line in counts.read_text().splitlines()]
+    return {name: int(count) for name, count in lines if int(count) > 0}, result
+
+
+@case
+def no_call_before_the_program(setting):
+    """No constructor calls CUDA, nor even loads it: a program that does nothing makes no driver call at all."""
+    calls, result = driver_calls(setting, "idle")
+    check(result.code == 6, f"exit code {result.code}")
+    check(not calls, f"driver calls: {calls}")
+    calls, _ = driver_calls(setting, "allocate")
+    check(calls.get("cuInit", 0) >= 1, f"the emulator counts nothing: {calls}")
+
+
+@case
+def no_call_beyond_the_programs(setting):
+    """A program with a context and no allocation gets no call of Cushion's and no report, options good or bad."""
+    program = [setting.program("process"), "context_only"]
+    for options in ({}, {"CUSHION_ALLOCATOR": "nonsense", "CUSHION_TYPO": "1", "CUSHION_TRACK": "on"}):
+        same(setting.native(program), setting.cushioned(program, **options))
+        calls, result = driver_calls(setting, "context_only", **options)
+        check(result.err == "" and not result.reports, f"not silent: {result}")
+        beyond = set(calls) - {"cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"}
+        check(not beyond, f"calls that the program did not make: {sorted(beyond)}")
+
+
+# --- options --------------------------------------------------------------------------------------------
+
+def inert(setting, served=False, **options):
+    native = setting.native([setting.program("route_dlsym")])
+    cushion = setting.cushioned([setting.program("route_dlsym")], **options)
+    same(native, cushion)
+    check(cushion.err == "", f"said {cushion.err!r}")
+    hit = any(report["calls"]["served"] > 0 for report in cushion.reports)
+    check(hit == served, f"served: {hit}, expected {served}, with {options}")
+
+
+@case
+def disable(setting):
+    inert(setting, CUSHION_DISABLE=1)
+    inert(setting, CUSHION_DISABLE=1, CUSHION_ALLOCATOR="nonsense", CUSHION_TYPO=1)
+    inert(setting, served=True, CUSHION_DISABLE=0)
+
+
+@case
+def programs_filter(setting):
+    for pattern, served in (("route_dlsym", True), ("something_else", False), ("a,route_*", True), ("!route_dlsym", False),
+                            ("!something_else", True), ("route_dlsy?", True), ("route", False)):
+        inert(setting, served=served, CUSHION_PROGRAMS=pattern)
+
+
+@case
+def allocator_cuda(setting):
+    """ALLOCATOR=cuda counts and serves nothing."""
+    setting.compare([setting.program("route_dlsym")], served=False, CUSHION_ALLOCATOR="cuda")
+
+
+@case
+def free_deferred(setting):
+    setting.compare([setting.program("route_dlsym")], CUSHION_FREE="deferred")
+
+
+@case
+def bad_values(setting):
+    """A bad value: one line that names it and the valid ones, and the program runs on native CUDA."""
+    native = setting.native([setting.program("route_dlsym")])
+    for name, value, words in (("CUSHION_ALLOCATOR", "pol", ("pol", "pool", "cuda")),
+                               ("CUSHION_FREE", "", ("sync", "deferred")),
+                               ("CUSHION_MAX_SIZE", "150%", ("150%",)),
+                               ("CUSHION_SEGMENT_SIZE", "-1", ("-1",)),
+                               ("CUSHION_OOM_WAIT", "soon", ("soon",)),
+                               ("CUSHION_DISABLE", "maybe", ("maybe", "0", "1")),
+                               ("CUSHION_LOG_LEVEL", "loud", ("loud", "debug"))):
+        result = setting.cushioned([setting.program("route_dlsym")], **{name: value})
+        same(native, result)
+        one_line(result, name, *words)
+        hit = any(report["calls"]["served"] > 0 for report in result.reports)
+        check(not hit, f"{name}={value} was served by the pool")
+
+
+@case
+def unknown_names(setting):
+    """An unknown name: one line with the nearest valid name, and everything else stays in force."""
+    native = setting.native([setting.program("route_dlsym")])
+    for name, nearest in (("CUSHION_ALOCATOR", "CUSHION_ALLOCATOR"), ("CUSHION_LOGLEVEL", "CUSHION_LOG_LEVEL"),
+                          ("CUSHION_FREED", "CUSHION_FREE")):
+        result = setting.cushioned([setting.program("route_dlsym")], **{name: "1"})
+        same(native, result)
+        one_line(result, name, nearest)
+        check(result.reports[0]["calls"]["served"] > 0, f"{name} turned the pool off")
+
+
+@case
+def report_unwritable(setting):
+    """A report that cannot be written: one line that names the file; output and exit code stay the program's."""
+    program = [setting.program("process"), "allocate"]
+    native = setting.native(program)
+    for path in (setting.scratch / "no" / "such" / "folder.json", setting.scratch, Path("/dev/full")):
+        result = setting.cushioned(program, CUSHION_REPORT=path)
+        same(native, result)
+        one_line(result, str(path))
+
+
+@case
+def report_text(setting):
+    """Without .json the report is text; with TRACK alone it goes to stderr; with neither there is none."""
+    program = [setting.program("process"), "allocate"]
+    native = setting.native(program)
+    file = setting.scratch / "report.txt"
+    result = setting.cushioned(program, CUSHION_REPORT=file)
+    same(native, result)
+    text = file.read_text()
+    check(result.err == "" and "process" in text and not text.startswith("{"), f"report {text!r}, stderr {result.err!r}")
+    result = setting.cushioned(program, CUSHION_REPORT=None, CUSHION_TRACK="on")
+    same(native, result)
+    check("process" in result.err, f"no report on stderr: {result.err!r}")
+    result = setting.cushioned(program, CUSHION_REPORT=None)
+    same(native, result)
+    check(result.err == "", f"not silent: {result.err!r}")
+
+
+@case
+def report_name(setting):
+    """%p, %h, %e and %% are expanded; the report names the program, its process and the options in force."""
+    program = [setting.program("process"), "allocate"]
+    folder = setting.scratch / "named"
+    folder.mkdir()
+    same(setting.native(program), setting.cushioned(program, CUSHION_REPORT=folder / "%e-%h-%%-%p.json",
+                                                    CUSHION_SEGMENT_SIZE="8MiB"))
+    names = [path.name for path in folder.iterdir()]
+    check(len(names) == 1, f"reports: {names}")
+    report = json.loads((folder / names[0]).read_text())
+    check(names[0] == f"process-{os.uname().nodename}-%-{report['program']['pid']}.json", f"named {names[0]}")
+    check("process" in report["program"]["name"], f"program {report['program']}")
+    check(report["options"]["SEGMENT_SIZE"] == "8MiB", f"options {report['options']}")
+    check(report["devices"] and report["devices"][0]["requested"]["peak"] >= 3 << 20, f"devices {report['devices']}")
+    check(report["live"] == [], f"live after everything was freed: {report['live']}")
+
+
+@case
+def log(setting):
+    program = [setting.program("process"), "allocate"]
+    native = setting.native(program)
+    pattern = setting.scratch / "log-%p.txt"
+    result = setting.cushioned(program, CUSHION_LOG_LEVEL="debug", CUSHION_LOG_FILE=pattern)
+    same(native, result)
+    check(result.err == "", f"the log went to stderr: {result.err!r}")
+    files = list(setting.scratch.glob("log-*.txt"))
+    check(len(files) == 1 and files[0].name == f"log-{result.reports[0]['program']['pid']}.txt", f"log files {files}")
+    check(files[0].read_text().strip(), "nothing was logged at level debug")
+    result = setting.cushioned(program, CUSHION_LOG_LEVEL="debug")
+    same(native, result)
+    check(result.err.strip(), "nothing was logged to stderr at level debug")
+
+
+@case
+def log_unwritable(setting):
+    program = [setting.program("process"), "allocate"]
+    path = setting.scratch / "no" / "such" / "folder.log"
+    result = setting.cushioned(program, CUSHION_LOG_LEVEL="error", CUSHION_LOG_FILE=path)
+    same(setting.native(program), result)
+    one_line(result, str(path))
+    check(result.reports[0]["calls"]["served"] > 0, "nothing was served")
+
+
+# --- processes and threads ------------------------------------------------------------------------------
+
+@case
+def fork_before_first_use(setting):
+    """Child and parent are ordinary processes: each has its report."""
+    result = setting.compare([setting.program("process"), "fork_before"], reports=2)
+    pids = {report["program"]["pid"] for report in result.reports}
+    check(len(pids) == 2, f"reports of {pids}")
+
+
+@case
+def fork_before_first_use_one_name(setting):
+    """Without %p the second process appends its pid rather than overwrite the first one's report."""
+    program = [setting.program("process"), "fork_before"]
+    folder = setting.scratch / "reports"
+    folder.mkdir()
+    same(setting.native(program), setting.cushioned(program, CUSHION_REPORT=folder / "report.json"))
+    reports = {path.name: json.loads(path.read_text())["program"]["pid"] for path in folder.iterdir()}
+    check(len(set(reports.values())) == 2, f"reports: {reports}")
+    check("report.json" in reports, f"reports: {reports}")
+    other = next(name for name in reports if name != "report.json")
+    check(str(reports[other]) in other, f"reports: {reports}")
+
+
+@case
+def fork_after_first_use(setting):
+    """The child gets no report, and leaves the parent's alone."""
+    setting.compare([setting.program("process"), "fork_after"])
+
+
+@case
+def fork_child_calls(setting):
+    """A forked child's free answers 3 as the driver does there, and never hangs; the parent goes on."""
+    result = setting.cushioned([setting.program("process"), "fork_child_calls"])
+    check(result.code == 11 and result.out.splitlines()[-2:] == ["free in the child: 3", "free: 0"], f"{result}")
+    check(len(result.reports) == 1, f"{len(result.reports)} reports")
+
+
+@case
+def exec_child(setting):
+    """Exec'd children inherit the preload: one that allocates has its own report, an idle one none."""
+    setting.compare([setting.program("process"), "exec_child"], reports=2)
+
+
+@case
+def threads_ending(setting):
+    setting.compare([setting.program("process"), "threads"])
+
+
+@case
+def main_thread_exits(setting):
+    setting.compare([setting.program("process"), "main_thread_exits"])
+
+
+@case
+def unloaded_plugin(setting):
+    """A library that allocated is unloaded: its block lives on and is freed by the program."""
+    setting.compare([setting.program("process"), "unload", setting.program("libplugin.so")])
+
+
+@case
+def before_and_after_main(setting):
+    """Static constructors, atexit handlers and static destructors allocate and free as natively."""
+    setting.compare([setting.program("lifetime")])
+
+
+@case
+def preload_list_kept(setting):
+    """A child sees the LD_PRELOAD that its parent was given: nothing is taken out, nothing added."""
+    libraries = (setting.program("libinterposer.so"), setting.shim)
+    result = setting.run([setting.program("process"), "show_preload"], preload=libraries)
+    expected = ":".join(str(library) for library in libraries)
+    check((result.code, result.out, result.err) == (15, f"LD_PRELOAD={expected}\n", ""), f"{result}")
+
+
+@case
+def small_thread_stacks(setting):
+    """The hooks fit the smallest stacks that programs run with: nothing of ours lives large on the stack."""
+    limit = 256 << 10
+
+    def lower():
+        resource.setrlimit(resource.RLIMIT_STACK, (limit, limit))
+
+    release_only(setting)
+    program = [setting.program("process"), "threads"]
+    native = setting.native(program)
+    env = {"PATH": os.environ["PATH"], "LD_PRELOAD": str(setting.shim),
+           "LD_LIBRARY_PATH": str(setting.build / "emulator")}
+    done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, preexec_fn=lower)
+    same(native, Result(done.returncode, done.stdout, done.stderr, []))
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Preload tests over the emulated driver.")
+    parser.add_argument("--list", action="store_true", help="print the cases' names and end")
+    parser.add_argument("--sanitized", action="store_true", help="the build is a sanitizer build")
+    parser.add_argument("build", nargs="?", type=Path, help="the build directory")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="cases to run (default: all)")
+    args = parser.parse_args()
+    if args.list:
+        print("\n".join(CASES))
+        return 0
+    if args.build is None:
+        parser.error("which build directory?")
+    unknown = [name for name in args.cases if name not in CASES]
+    if unknown:
+        parser.error(f"no such case: {', '.join(unknown)}")
+
+    tally = {"passed": 0, "failed": 0, "skipped": 0}
+    for name in args.cases or CASES:
+        with tempfile.TemporaryDirectory(prefix="cushion-") as scratch:
+            try:
+                CASES[name](Setting(args.build.resolve(), args.sanitized, Path(scratch)))
+                outcome, why = "passed", ""
+            except Skip as reason:
+                outcome, why = "skipped", f": {reason}"
+            except subprocess.TimeoutExpired as hang:
+                outcome, why = "failed", f": no end within {TIMEOUT_S} s: {hang.cmd}"
+            except (AssertionError, OSError, KeyError, ValueError, subprocess.CalledProcessError) as error:
+                outcome, why = "failed", f": {type(error).__name__}: {error}"
+        tally[outcome] += 1
+        print(f"{outcome.upper()} {name}{why}", flush=True)
+    print(", ".join(f"{count} {outcome}" for outcome, count in tally.items()))
+    if tally["failed"]:
+        return 1
+    return SKIPPED if tally["skipped"] and not tally["passed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
