@@ -1,0 +1,154 @@
+// cushion: the launcher. `run` starts a program under Cushion, `options` prints the table, `doctor` says
+// whether preloading takes effect. Exit status: the program's own; 2 for a usage error or a bad option; 126 and
+// 127 as a shell's for a program that cannot be executed or found.
+#include <fmt/core.h>
+#include <stdlib.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/options.h"
+#include "tools/doctor.h"
+#include "tools/launch.h"
+
+extern char** environ;
+
+namespace cushion {
+namespace {
+
+constexpr int kUsage = 2;
+
+// "LOG_LEVEL" as "--log-level".
+std::string flag_of(const OptionInfo& option) {
+  std::string flag = "--";
+  for (const char c : std::string_view(option.name)) {
+    flag += c == '_' ? '-' : static_cast<char>(CLI::detail::to_lower(std::string(1, c)).front());
+  }
+  return flag;
+}
+
+std::string variable_of(const OptionInfo& option) { return std::string("CUSHION_") + option.name; }
+
+// A flag sets its variable, so that flags and environment are then one thing, checked in one place.
+void add_option_flags(CLI::App& command) {
+  for (const OptionInfo& option : option_table()) {
+    const bool words = std::string_view(option.range).find('|') != std::string_view::npos;
+    command
+        .add_option_function<std::string>(
+            flag_of(option),
+            [variable = variable_of(option)](const std::string& value) { setenv(variable.c_str(), value.c_str(), 1); },
+            fmt::format("{}{} (default: {})", option.help, words ? "" : fmt::format("; {}", option.range),
+                        *option.fallback == '\0' ? "empty" : option.fallback))
+        ->type_name(words ? option.range : "VALUE")
+        ->group("Cushion's options, each also a CUSHION_ variable");
+  }
+}
+
+int run(const std::string& library, std::vector<std::string> command) {
+  if (!command.empty() && command.front() == "--") command.erase(command.begin());
+  if (command.empty()) {
+    fmt::print(stderr, "cushion: no program named: cushion run [OPTIONS] -- PROGRAM [ARGUMENTS]\n");
+    return kUsage;
+  }
+  const OptionsResult result = read_options(environ);
+  for (const std::string& error : result.errors) fmt::print(stderr, "cushion: {}\n", error);
+  if (!result.errors.empty()) return kUsage;
+  const LibrarySearch search = find_library(library);
+  const std::string problem = preload_problem(search.path);
+  if (search.path.empty() || !problem.empty()) {
+    fmt::print(stderr, "cushion: {}\n", problem.empty() ? "found no libcushion.so; places searched:" : problem);
+    if (problem.empty()) {
+      for (const std::string& place : search.searched) fmt::print(stderr, "  {}\n", place);
+    }
+    return kUsage;
+  }
+  std::vector<char*> arguments;
+  for (std::string& argument : command) arguments.push_back(argument.data());
+  arguments.push_back(nullptr);
+  return become(search.path, arguments.data());
+}
+
+void print_table() {
+  std::size_t name = 0;
+  std::size_t fallback = 0;
+  std::size_t range = 0;
+  for (const OptionInfo& option : option_table()) {
+    name = std::max(name, variable_of(option).size());
+    fallback = std::max(fallback, std::string_view(option.fallback).size());
+    range = std::max(range, std::string_view(option.range).size());
+  }
+  const auto row = [&](std::string_view a, std::string_view b, std::string_view c, std::string_view d) {
+    fmt::print("{:<{}}  {:<{}}  {:<{}}  {}\n", a, name, b, std::max<std::size_t>(fallback, 7), c, range, d);
+  };
+  row("variable", "default", "values", "what it does");
+  for (const OptionInfo& option : option_table()) row(variable_of(option), option.fallback, option.range, option.help);
+}
+
+void print_markdown() {
+  const auto cell = [](std::string_view text) {  // a bar ends a cell, even within code
+    std::string out;
+    for (const char c : text) out.append(c == '|' ? "\\" : "").append(1, c);
+    return out;
+  };
+  fmt::print("| variable | default | values | what it does |\n| --- | --- | --- | --- |\n");
+  for (const OptionInfo& option : option_table()) {
+    const std::string fallback = *option.fallback == '\0' ? "(empty)" : fmt::format("`{}`", option.fallback);
+    fmt::print("| `{}` | {} | {} | {} |\n", variable_of(option), fallback, cell(option.range), cell(option.help));
+  }
+}
+
+int main_of(int argc, char** argv) {
+  CLI::App app("Serves the GPU memory of an unmodified CUDA program from an in-process pool.", "cushion");
+  app.set_version_flag("--version", "cushion " CUSHION_VERSION);
+  app.require_subcommand(1);
+  app.failure_message(CLI::FailureMessage::help);
+
+  std::string library;
+  CLI::App* const run_command =
+      app.add_subcommand("run", "Run a program under Cushion: cushion run [OPTIONS] -- PROGRAM [ARGUMENTS]");
+  run_command->prefix_command();
+  run_command->add_option("--library", library, "The libcushion.so to preload, if not this launcher's own")
+      ->type_name("FILE");
+  add_option_flags(*run_command);
+
+  bool markdown = false;
+  CLI::App* const options_command = app.add_subcommand("options", "Print the table of options");
+  options_command->add_flag("--markdown", markdown, "As a Markdown table");
+
+  std::string program;
+  CLI::App* const doctor_command = app.add_subcommand("doctor", "Say whether preloading takes effect in a program");
+  doctor_command->add_option("program", program, "The program, by path or by name in PATH")
+      ->required()
+      ->type_name("PROGRAM");
+  doctor_command->add_option("--library", library, "The libcushion.so to look at, if not this launcher's own")
+      ->type_name("FILE");
+
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? 0 : kUsage;
+  }
+  if (*run_command) return run(library, run_command->remaining());
+  if (*doctor_command) return diagnose(program, library);
+  if (markdown) {
+    print_markdown();
+  } else {
+    print_table();
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace cushion
+
+int main(int argc, char** argv) {
+  try {
+    return cushion::main_of(argc, argv);
+  } catch (const std::exception& error) {
+    fmt::print(stderr, "cushion: {}\n", error.what());
+    return 1;
+  }
+}
