@@ -6,6 +6,8 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cctype>
+#include <iterator>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -25,7 +27,7 @@ constexpr int kUsage = 2;
 std::string flag_of(const OptionInfo& option) {
   std::string flag = "--";
   for (const char c : std::string_view(option.name)) {
-    flag += c == '_' ? '-' : static_cast<char>(CLI::detail::to_lower(std::string(1, c)).front());
+    flag += c == '_' ? '-' : static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
   }
   return flag;
 }
@@ -47,10 +49,20 @@ void add_option_flags(CLI::App& command) {
   }
 }
 
+// `--trak=on` as an option's name: "TRAK".
+std::string name_of(std::string_view flag) {
+  std::string name(flag.substr(0, flag.find('=')));
+  name.erase(0, name.find_first_not_of('-'));
+  std::ranges::transform(name, name.begin(),
+                         [](unsigned char c) { return c == '-' ? '_' : static_cast<char>(std::toupper(c)); });
+  return name;
+}
+
 int run(const std::string& library, std::vector<std::string> command) {
-  if (!command.empty() && command.front() == "--") command.erase(command.begin());
-  if (command.empty()) {
-    fmt::print(stderr, "cushion: no program named: cushion run [OPTIONS] -- PROGRAM [ARGUMENTS]\n");
+  if (command.empty() || command.front().starts_with('-')) {
+    const std::string problem = command.empty() ? std::string("no program is named")
+                                                : command.front() + ": " + check_option(name_of(command.front()), "");
+    fmt::print(stderr, "cushion: {}\nusage: cushion run [OPTIONS] -- PROGRAM [ARGUMENTS]\n", problem);
     return kUsage;
   }
   const OptionsResult result = read_options(environ);
@@ -104,7 +116,6 @@ int main_of(int argc, char** argv) {
   CLI::App app("Serves the GPU memory of an unmodified CUDA program from an in-process pool.", "cushion");
   app.set_version_flag("--version", "cushion " CUSHION_VERSION);
   app.require_subcommand(1);
-  app.failure_message(CLI::FailureMessage::help);
 
   std::string library;
   CLI::App* const run_command =
@@ -126,12 +137,20 @@ int main_of(int argc, char** argv) {
   doctor_command->add_option("--library", library, "The libcushion.so to look at, if not this launcher's own")
       ->type_name("FILE");
 
+  // What follows the first `--` is the program's; without one, the program is the first word that is no flag.
+  const std::vector<std::string> words(argv + 1, argv + argc);
+  const bool runs = !words.empty() && words.front() == "run";
+  const auto bar = runs ? std::ranges::find(words, "--") : words.end();
   try {
-    app.parse(argc, argv);
+    app.parse(std::vector<std::string>(std::reverse_iterator(bar), words.rend()));  // CLI11 reads from the back
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? 0 : kUsage;
   }
-  if (*run_command) return run(library, run_command->remaining());
+  if (*run_command) {
+    std::vector<std::string> command = run_command->remaining();
+    if (bar != words.end()) command.insert(command.end(), command.empty() ? bar + 1 : bar, words.end());
+    return run(library, std::move(command));
+  }
   if (*doctor_command) return diagnose(program, library);
   if (markdown) {
     print_markdown();
