@@ -25,7 +25,8 @@ import sys
 import tempfile
 import time
 
-import table
+sys.dont_write_bytecode = True  # a source tree stays clean
+import table  # noqa: E402
 
 ALL = ("native", "pool", "pool_deferred", "null")
 REAL = ("native", "pool", "pool_deferred")  # where a kernel touches its block
