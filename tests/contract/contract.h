@@ -1,0 +1,168 @@
+// The contract, as tests: what an unmodified program may rely on, one test per rule, named after it.
+//
+// Every test states what native CUDA does and passes in four settings: over the emulated driver or a real
+// one, with or without libcushion.so preloaded. Where Cushion differs on purpose, or promises more, the test
+// asks under_cushion(). Waiting is told by whether a stream is still busy, never by an upper bound on time.
+//
+// A rule that needs a process of its own (an environment, a dying context, an end of the process) is a
+// SCENARIO: a function that the same executable runs in a fresh process, started by run_scenario(). Its
+// expectations count as in a test: the process exits with 1 if any failed.
+#pragma once
+
+#include <gtest/gtest.h>
+#include <sys/types.h>
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tests/harness/harness.h"
+
+namespace contract {
+
+using namespace std::chrono_literals;
+using harness::cu;
+
+inline constexpr std::size_t KiB = 1024;
+inline constexpr std::size_t MiB = 1024 * KiB;
+
+bool under_cushion();  // libcushion.so is mapped into this process
+bool deferred();       // … and runs with CUSHION_FREE=deferred
+bool emulated();       // the driver is the emulated one
+
+// --- Memory ----------------------------------------------------------------------------------------------
+
+CUdeviceptr allocate(std::size_t size);                         // cuMemAlloc that must succeed
+CUdeviceptr allocate_async(std::size_t size, CUstream stream);  // cuMemAllocAsync that must succeed
+std::size_t free_memory();                                      // cuMemGetInfo's free bytes
+
+// A word of mapped host memory: a counter or flag that kernels and the host both see. Create it before any
+// work is in flight: pinning memory may wait.
+class Word {
+ public:
+  Word();
+  ~Word();
+  Word(const Word&) = delete;
+  Word& operator=(const Word&) = delete;
+
+  CUdeviceptr device() const { return device_; }
+  std::uint32_t get() const;
+  void set(std::uint32_t value) const;
+
+ private:
+  std::uint32_t* host_ = nullptr;
+  CUdeviceptr device_ = 0;
+};
+
+// --- Streams and work --------------------------------------------------------------------------------------
+
+class Stream {
+ public:
+  explicit Stream(unsigned flags = CU_STREAM_NON_BLOCKING);
+  ~Stream();
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+
+  operator CUstream() const { return stream_; }
+  CUstream release() { return std::exchange(stream_, nullptr); }  // the caller destroys it
+
+ private:
+  CUstream stream_ = nullptr;
+};
+
+class Event {
+ public:
+  explicit Event(unsigned flags = CU_EVENT_DISABLE_TIMING);
+  ~Event();
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+
+  operator CUevent() const { return event_; }
+
+ private:
+  CUevent event_ = nullptr;
+};
+
+bool busy(CUstream stream);  // work is still queued or running there
+void finish(CUstream stream);
+
+// Makes everything submitted to `after` later wait for everything submitted to `before` so far.
+void order(CUstream before, CUstream after);
+
+// Kernels (tests/kernels): each occupies its stream for `time` before it does what it is named for.
+void hold(CUstream stream, std::chrono::milliseconds time);
+void fill(CUstream stream, CUdeviceptr p, std::size_t size, std::uint8_t byte, std::chrono::milliseconds time = 0ms);
+void copy(CUstream stream, CUdeviceptr to, CUdeviceptr from, std::size_t size, std::chrono::milliseconds time = 0ms);
+void check(CUstream stream, CUdeviceptr p, std::size_t size, std::uint8_t byte, const Word& bad);
+// Writes first, then waits, then counts the bytes that somebody else changed meanwhile.
+void fill_hold_check(CUstream stream, CUdeviceptr p, std::size_t size, std::uint8_t byte,
+                     std::chrono::milliseconds time, const Word& bad);
+// Spins until the flag is set, or `timeout` so that a failing test ends.
+void wait_flag(CUstream stream, const Word& flag, std::chrono::milliseconds timeout);
+
+// The primary context of device 0 is current; the test leaves it idle and healthy.
+class Contract : public testing::Test {
+ protected:
+  void SetUp() override;
+  void TearDown() override;
+};
+
+// --- Processes ---------------------------------------------------------------------------------------------
+
+struct Scenario {
+  Scenario(const char* name, bool with_context, void (*body)());
+};
+#define CONTRACT_SCENARIO(name, with_context)                                              \
+  static void scenario_##name();                                                           \
+  static const contract::Scenario registered_##name{#name, with_context, scenario_##name}; \
+  static void scenario_##name()
+#define SCENARIO(name) CONTRACT_SCENARIO(name, true)
+#define SCENARIO_WITHOUT_CONTEXT(name) CONTRACT_SCENARIO(name, false)  // nothing of CUDA has run yet
+void use_primary_context();                                            // … until this call
+bool expectations_failed();                                            // so far, in this scenario
+
+struct Outcome {
+  pid_t pid = 0;
+  int status = 0;  // as waitpid gives it
+  bool timed_out = false;
+  std::string out, err;
+
+  bool exited(int code) const;
+  bool killed(int signal) const;
+};
+std::ostream& operator<<(std::ostream& stream, const Outcome& outcome);
+
+// Runs the scenario in a fresh process whose environment is this one's plus NAME=value strings.
+Outcome run_scenario(const std::string& name, const std::vector<std::string>& environment = {},
+                     std::chrono::seconds timeout = 60s);
+int scenario_main(const std::string& name);
+
+// A scenario whose expectations must all hold.
+#define EXPECT_SCENARIO(...)                                                \
+  do {                                                                      \
+    const contract::Outcome outcome_ = contract::run_scenario(__VA_ARGS__); \
+    EXPECT_TRUE(outcome_.exited(0)) << outcome_;                            \
+  } while (false)
+
+// A directory that goes with its object.
+class Scratch {
+ public:
+  Scratch();
+  ~Scratch();
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+
+  std::string path(const std::string& name) const { return (directory_ / name).string(); }
+  std::vector<std::string> files() const;                // their names, sorted
+  nlohmann::json report(const std::string& name) const;  // parsed; a failure and null if it is not valid JSON
+
+ private:
+  std::filesystem::path directory_;
+};
+
+}  // namespace contract

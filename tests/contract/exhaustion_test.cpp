@@ -1,0 +1,231 @@
+// Contract §6, running out: a cache must never make anybody's allocation fail that would succeed without it.
+#include <atomic>
+#include <functional>
+#include <numeric>
+#include <thread>
+
+#include "tests/contract/contract.h"
+
+namespace {
+
+using namespace contract;
+
+class Exhaustion : public Contract {};
+
+std::size_t device_memory() {
+  std::size_t free = 0, total = 0;
+  CHECK_CU(CUDA_SUCCESS, cu().cuMemGetInfo(&free, &total));
+  return total;
+}
+
+// Size of a block of which about `count` make up the device.
+std::size_t share(std::size_t count) { return device_memory() / count / (2 * MiB) * (2 * MiB); }
+
+// Allocates until the device is full.
+std::vector<CUdeviceptr> fill_device(std::size_t size) {
+  std::vector<CUdeviceptr> blocks;
+  CUdeviceptr p = 0;
+  CUresult result = CUDA_SUCCESS;
+  while ((result = cu().cuMemAlloc(&p, size)) == CUDA_SUCCESS) blocks.push_back(p);
+  EXPECT_EQ(result, CUDA_ERROR_OUT_OF_MEMORY);
+  return blocks;
+}
+
+void free_all(const std::vector<CUdeviceptr>& blocks) {
+  for (const CUdeviceptr p : blocks) CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(p));
+}
+
+TEST_F(Exhaustion, TheWholeDeviceCanBeAllocated) {
+  const std::size_t size = share(48), free = free_memory();
+  const std::vector<CUdeviceptr> blocks = fill_device(size);
+  EXPECT_GE((blocks.size() + 2) * size, free);
+  free_all(blocks);
+}
+
+TEST_F(Exhaustion, AfterOutOfMemoryABigBlockFits) {
+  for (const std::size_t count : {std::size_t{48}, std::size_t{7}, std::size_t{300}}) {
+    free_all(fill_device(share(count)));
+    CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(allocate(device_memory() / 4 * 3)));
+  }
+}
+
+TEST_F(Exhaustion, EveryThreadsCacheIsEmptied) {
+  CUcontext context = nullptr;
+  CHECK_CU(CUDA_SUCCESS, cu().cuCtxGetCurrent(&context));
+  const std::size_t size = share(400);
+  std::atomic<int> phase{0};
+  std::thread other([&] {
+    CHECK_CU(CUDA_SUCCESS, cu().cuCtxSetCurrent(context));
+    std::vector<CUdeviceptr> blocks(200);
+    for (CUdeviceptr& p : blocks) p = allocate(size);
+    free_all(blocks);
+    phase = 1;
+    phase.notify_all();
+    phase.wait(1);  // alive, and idle, with whatever it cached
+  });
+  phase.wait(0);
+  CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(allocate(device_memory() / 4 * 3)));
+  phase = 2;
+  phase.notify_all();
+  other.join();
+}
+
+TEST_F(Exhaustion, AnIdleStreamsMemoryServesOthers) {
+  const Stream stream, other;
+  std::vector<CUdeviceptr> blocks(24);
+  for (CUdeviceptr& p : blocks) p = allocate_async(share(48), stream);
+  for (const CUdeviceptr p : blocks) CHECK_CU(CUDA_SUCCESS, cu().cuMemFreeAsync(p, stream));
+  finish(stream);
+  const CUdeviceptr sync = allocate(device_memory() / 4 * 3);
+  CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(sync));
+  const CUdeviceptr async = allocate_async(device_memory() / 4 * 3, other);
+  CHECK_CU(CUDA_SUCCESS, cu().cuMemFreeAsync(async, other));
+  finish(other);
+}
+
+// The device is full and its last free block was freed on a busy stream: another stream may get it, ordered
+// after that stream's work.
+TEST_F(Exhaustion, ABusyStreamsMemoryServesOthersInOrder) {
+  const std::size_t size = share(48);
+  const Word bad;
+  const Stream stream, other;
+  const CUdeviceptr p = allocate_async(size, stream);
+  finish(stream);
+  const std::vector<CUdeviceptr> blocks = fill_device(size);
+  fill_hold_check(stream, p, 4 * MiB, 0x77, 20ms, bad);
+  CHECK_CU(CUDA_SUCCESS, cu().cuMemFreeAsync(p, stream));
+  const CUdeviceptr q = allocate_async(size, other);
+  fill(other, q, 4 * MiB, 0x88);
+  CHECK_CU(CUDA_SUCCESS, cu().cuMemFreeAsync(q, other));
+  finish(other);
+  finish(stream);
+  EXPECT_EQ(bad.get(), 0U);
+  free_all(blocks);
+}
+
+// A kernel that never ends by itself makes out of memory no hang: it is answered while the kernel runs.
+TEST_F(Exhaustion, ASpinningKernelDoesNotHangOutOfMemory) {
+  const Word flag;
+  const Stream stream;
+  const std::size_t size = share(48);
+  std::vector<CUdeviceptr> cached(12);
+  for (CUdeviceptr& p : cached) p = allocate(size);
+  free_all(cached);
+  wait_flag(stream, flag, 20000ms);
+  CHECK_CU(CUDA_SUCCESS, cu().cuMemFreeAsync(allocate_async(size, stream), stream));
+  const std::vector<CUdeviceptr> blocks = fill_device(size + 2 * MiB);
+  EXPECT_TRUE(busy(stream));
+  flag.set(1);
+  finish(stream);
+  free_all(blocks);
+}
+
+// Everything is cached by whoever caches; then others want most of the device.
+void others_want_most(const std::function<void(std::size_t size)>& allocate_and_free) {
+  free_all(fill_device(share(48)));
+  allocate_and_free(device_memory() / 4 * 3 / (2 * MiB) * (2 * MiB));
+  free_all(fill_device(share(48)));
+}
+
+TEST_F(Exhaustion, ManagedMemoryIsNotStarved) {
+  others_want_most([](std::size_t size) {
+    CUdeviceptr p = 0;
+    CHECK_CU(CUDA_SUCCESS, cu().cuMemAllocManaged(&p, size, CU_MEM_ATTACH_GLOBAL));
+    CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(p));
+  });
+}
+
+CUmemLocation device_zero() {
+  CUmemLocation location{};
+  location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+  location.id = 0;
+  return location;
+}
+
+TEST_F(Exhaustion, APoolOfTheProgramIsNotStarved) {
+  CUmemPoolProps properties{};
+  properties.allocType = CU_MEM_ALLOCATION_TYPE_PINNED;
+  properties.location = device_zero();
+  CUmemoryPool pool = nullptr;
+  CHECK_CU(CUDA_SUCCESS, cu().cuMemPoolCreate(&pool, &properties));
+  others_want_most([&](std::size_t size) {
+    const Stream stream;
+    CUdeviceptr p = 0;
+    CHECK_CU(CUDA_SUCCESS, cu().cuMemAllocFromPoolAsync(&p, size, pool, stream));
+    CHECK_CU(CUDA_SUCCESS, cu().cuMemFreeAsync(p, stream));
+    finish(stream);
+  });
+  CHECK_CU(CUDA_SUCCESS, cu().cuMemPoolDestroy(pool));
+}
+
+TEST_F(Exhaustion, VirtualMemoryIsNotStarved) {
+  CUmemAllocationProp properties{};
+  properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+  properties.location = device_zero();
+  others_want_most([&](std::size_t size) {
+    CUmemGenericAllocationHandle handle = 0;
+    CHECK_CU(CUDA_SUCCESS, cu().cuMemCreate(&handle, size, &properties, 0));
+    CHECK_CU(CUDA_SUCCESS, cu().cuMemRelease(handle));
+  });
+}
+
+// Any forwarded call that runs out of memory is made again, once, after the cache was given back. Natively its
+// answer is the program's.
+void forwarded_call_runs_out(const std::function<CUresult()>& call) {
+  CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(allocate(64 * MiB)));
+  EXPECT_EQ(call(), under_cushion() ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY);
+  EXPECT_EQ(call(), CUDA_SUCCESS);
+}
+
+SCENARIO(managed_runs_out) {
+  forwarded_call_runs_out([] {
+    CUdeviceptr p = 0;
+    return cu().cuMemAllocManaged(&p, MiB, CU_MEM_ATTACH_GLOBAL);
+  });
+}
+
+SCENARIO(stream_runs_out) {
+  forwarded_call_runs_out([] {
+    CUstream stream = nullptr;
+    return cu().cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING);
+  });
+}
+
+SCENARIO(virtual_memory_runs_out) {
+  CUmemAllocationProp properties{};
+  properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+  properties.location = device_zero();
+  forwarded_call_runs_out([&] {
+    CUmemGenericAllocationHandle handle = 0;
+    return cu().cuMemCreate(&handle, 2 * MiB, &properties, 0);
+  });
+}
+
+TEST_F(Exhaustion, ForwardedCallsAreMadeAgain) {
+  if (!emulated()) GTEST_SKIP() << "only the emulated driver fails on demand";
+  EXPECT_SCENARIO("managed_runs_out", {"EMU_FAIL=cuMemAllocManaged:1"});
+  EXPECT_SCENARIO("stream_runs_out", {"EMU_FAIL=cuStreamCreate:1"});
+  EXPECT_SCENARIO("virtual_memory_runs_out", {"EMU_FAIL=cuMemCreate:1"});
+}
+
+// CUSHION_MAX_SIZE bounds what the pool holds, not what the program may have.
+SCENARIO(more_than_max_size) {
+  std::vector<CUdeviceptr> blocks(40);
+  for (CUdeviceptr& p : blocks) p = allocate(8 * MiB);
+  blocks.push_back(allocate(200 * MiB));
+  for (const CUdeviceptr p : blocks) CHECK_CU(CUDA_SUCCESS, cu().cuMemsetD8(p, 1, 8 * MiB));
+  free_all(blocks);
+}
+
+TEST_F(Exhaustion, MaxSizeBoundsThePoolNotTheProgram) {
+  if (!under_cushion()) GTEST_SKIP() << "an option of Cushion";
+  const Scratch scratch;
+  EXPECT_SCENARIO("more_than_max_size", {"CUSHION_MAX_SIZE=128MiB", "CUSHION_REPORT=" + scratch.path("report.json")});
+  const nlohmann::json report = scratch.report("report.json");
+  ASSERT_FALSE(report.is_null());
+  EXPECT_LE(report["devices"][0]["held"]["peak"].get<std::size_t>(), 128 * MiB);
+  EXPECT_GT(report["calls"]["served"].get<std::size_t>(), 0U);
+  EXPECT_GT(report["calls"]["forwarded"].get<std::size_t>(), 0U);
+}
+
+}  // namespace

@@ -1,0 +1,424 @@
+// Contract §5, processes: fork, exec, every way to end, other processes' memory, other contexts and devices.
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <csignal>
+#include <cstdlib>
+#include <stdexcept>
+#include <thread>
+
+#include "tests/contract/contract.h"
+
+extern char** environ;
+
+namespace {
+
+using namespace contract;
+
+class Process : public Contract {};
+
+#define SKIP_WITHOUT_CUSHION() \
+  if (!under_cushion()) GTEST_SKIP() << "the report is Cushion's"
+
+std::string report_option(const Scratch& scratch) { return "CUSHION_REPORT=" + scratch.path("report.json"); }
+
+bool report_exists() {
+  return std::getenv("CUSHION_REPORT") != nullptr && access(std::getenv("CUSHION_REPORT"), F_OK) == 0;
+}
+
+int exit_code(pid_t child) {
+  int status = 0;
+  EXPECT_EQ(waitpid(child, &status, 0), child);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+// --- Every way to end ----------------------------------------------------------------------------------------
+
+// Leaves three blocks of 1000 bytes behind, having had 2 MiB more.
+void leave_blocks() {
+  for (int i = 0; i < 3; ++i) allocate(1000);
+  CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(allocate(2 * MiB)));
+}
+
+SCENARIO(ends_by_return) { leave_blocks(); }
+SCENARIO(ends_by_exit) { leave_blocks(), std::exit(9); }
+SCENARIO(ends_by__exit) { leave_blocks(), _exit(8); }
+SCENARIO(ends_by__Exit) { leave_blocks(), std::_Exit(6); }
+SCENARIO(ends_by_quick_exit) { leave_blocks(), std::quick_exit(7); }
+SCENARIO(ends_by_exception) { leave_blocks(), throw std::runtime_error("uncaught"); }
+SCENARIO(ends_by_abort) { leave_blocks(), std::abort(); }
+SCENARIO(ends_by_sigsegv) { leave_blocks(), raise(SIGSEGV); }
+SCENARIO(ends_by_sigterm) { leave_blocks(), raise(SIGTERM); }
+SCENARIO(ends_by_sigint) { leave_blocks(), raise(SIGINT); }
+
+void expect_report(const nlohmann::json& report, pid_t pid) {
+  ASSERT_FALSE(report.is_null());
+  EXPECT_EQ(report["schema"], "cushion-report");
+  EXPECT_EQ(report["version"], 1);
+  EXPECT_EQ(report["program"]["pid"], pid);
+  EXPECT_EQ(report["program"]["name"], "contract_tests");
+  EXPECT_EQ(report["options"]["FREE"], deferred() ? "deferred" : "sync");
+  EXPECT_GE(report["calls"]["served"].get<int>(), 4);
+  const nlohmann::json& device = report["devices"][0];
+  EXPECT_EQ(device["requested"]["current"], 3000);
+  EXPECT_EQ(device["requested"]["peak"], 3000 + 2 * MiB);
+  for (const char* at : {"current", "peak"}) {
+    EXPECT_GE(device["handed_out"][at].get<std::size_t>(), device["requested"][at].get<std::size_t>());
+    EXPECT_GE(device["held"][at].get<std::size_t>(), device["handed_out"][at].get<std::size_t>());
+  }
+  std::size_t live = 0;
+  for (const nlohmann::json& row : report["live"]) {
+    EXPECT_EQ(row["size"], 1000);
+    live += row["count"].get<std::size_t>();
+  }
+  EXPECT_EQ(live, 3U);
+}
+
+struct End {
+  const char* scenario;
+  int code, signal;  // signal 0: it exits
+};
+
+class ProcessEnd : public Contract, public testing::WithParamInterface<End> {};
+
+TEST_P(ProcessEnd, EndsAsNativelyAndWritesItsReport) {
+  const auto& [scenario, code, signal] = GetParam();
+  const Scratch scratch;
+  const Outcome outcome = run_scenario(scenario, {report_option(scratch)});
+  EXPECT_TRUE(signal != 0 ? outcome.killed(signal) : outcome.exited(code)) << outcome;
+  if (under_cushion()) {
+    EXPECT_EQ(scratch.files(), std::vector<std::string>{"report.json"});
+    expect_report(scratch.report("report.json"), outcome.pid);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Every, ProcessEnd,
+                         testing::Values(End{"ends_by_return", 0, 0}, End{"ends_by_exit", 9, 0},
+                                         End{"ends_by__exit", 8, 0}, End{"ends_by__Exit", 6, 0},
+                                         End{"ends_by_quick_exit", 7, 0}, End{"ends_by_exception", 0, SIGABRT},
+                                         End{"ends_by_abort", 0, SIGABRT}, End{"ends_by_sigsegv", 0, SIGSEGV},
+                                         End{"ends_by_sigterm", 0, SIGTERM}, End{"ends_by_sigint", 0, SIGINT}),
+                         [](const auto& end) { return std::string(end.param.scenario); });
+
+// A program's own signal handler, set before or after the first allocation, stays the only one.
+SCENARIO(has_a_signal_handler) {
+  struct sigaction mine {};
+  mine.sa_handler = [](int) { _exit(42); };
+  EXPECT_EQ(sigaction(SIGSEGV, &mine, nullptr), 0);
+  leave_blocks();
+  struct sigaction now {};
+  EXPECT_EQ(sigaction(SIGSEGV, nullptr, &now), 0);
+  EXPECT_EQ(now.sa_handler, mine.sa_handler);
+  EXPECT_EQ(sigaction(SIGTERM, &mine, nullptr), 0);
+  raise(expectations_failed() ? SIGKILL : SIGTERM);
+}
+
+TEST_F(Process, AProgramsSignalHandlerStays) {
+  const Scratch scratch;
+  const Outcome outcome = run_scenario("has_a_signal_handler", {report_option(scratch)});
+  EXPECT_TRUE(outcome.exited(42)) << outcome;
+  if (under_cushion()) expect_report(scratch.report("report.json"), outcome.pid);
+}
+
+// An ignored signal stays ignored.
+SCENARIO(ignores_sigterm) {
+  EXPECT_NE(std::signal(SIGTERM, SIG_IGN), SIG_ERR);
+  leave_blocks();
+  raise(SIGTERM);
+}
+
+TEST_F(Process, AnIgnoredSignalStaysIgnored) { EXPECT_SCENARIO("ignores_sigterm"); }
+
+// --- Silence -------------------------------------------------------------------------------------------------
+
+SCENARIO_WITHOUT_CONTEXT(touches_nothing) {}
+SCENARIO(allocates_nothing) {
+  const Stream stream;
+  hold(stream, 1ms);
+  finish(stream);
+}
+
+TEST_F(Process, AProgramThatAllocatesNothingIsSilent) {
+  for (const char* scenario : {"touches_nothing", "allocates_nothing"}) {
+    const Scratch scratch;
+    const Outcome outcome =
+        run_scenario(scenario, {report_option(scratch), "CUSHION_TRACK=on", "CUSHION_ALLOCATOR=nonsense"});
+    EXPECT_TRUE(outcome.exited(0)) << outcome;
+    EXPECT_EQ(outcome.out, "");
+    EXPECT_EQ(outcome.err, "");
+    EXPECT_TRUE(scratch.files().empty());
+  }
+}
+
+SCENARIO(runs_natively) {
+  const CUdeviceptr p = allocate(1000);
+  CUdeviceptr base = 0;
+  std::size_t size = 0;
+  CHECK_CU(CUDA_SUCCESS, cu().cuMemGetAddressRange(&base, &size, p));
+  EXPECT_EQ(base, p);
+  EXPECT_EQ(size, 1000U) << "the driver's own block, not one of a pool";
+  CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(p));
+}
+
+TEST_F(Process, ABadOptionIsOneLineAndNativeCuda) {
+  SKIP_WITHOUT_CUSHION();
+  const Outcome outcome = run_scenario("runs_natively", {"CUSHION_FREE=nonsense"});
+  EXPECT_TRUE(outcome.exited(0)) << outcome;
+  EXPECT_EQ(std::count(outcome.err.begin(), outcome.err.end(), '\n'), 1) << outcome;
+  for (const char* word : {"CUSHION_FREE", "nonsense", "sync", "deferred"}) {
+    EXPECT_NE(outcome.err.find(word), std::string::npos) << outcome;
+  }
+}
+
+TEST_F(Process, DisabledMeansNative) {
+  const Outcome outcome = run_scenario("runs_natively", {"CUSHION_DISABLE=1", "CUSHION_FREE=sync"});
+  EXPECT_TRUE(outcome.exited(0)) << outcome;
+  EXPECT_EQ(outcome.err, "");
+}
+
+// --- Children ------------------------------------------------------------------------------------------------
+
+// CUDA does not survive fork: natively the child's calls answer 3. The parent goes on undisturbed.
+SCENARIO(forks_after_allocating) {
+  leave_blocks();
+  const CUdeviceptr p = allocate(MiB);
+  const pid_t child = fork();
+  if (child == 0) {
+    CUdeviceptr q = 0;
+    CHECK_CU(CUDA_ERROR_NOT_INITIALIZED, cu().cuMemFree(p));
+    CHECK_CU(CUDA_ERROR_NOT_INITIALIZED, cu().cuMemAlloc(&q, MiB));
+    std::exit(expectations_failed() ? 1 : 33);
+  }
+  EXPECT_EQ(exit_code(child), 33);
+  EXPECT_FALSE(report_exists());
+  CHECK_CU(CUDA_SUCCESS, cu().cuMemsetD8(p, 1, MiB));
+  CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(p));
+}
+
+TEST_F(Process, AForkedChildIsLeftAlone) {
+  const Scratch scratch;
+  EXPECT_SCENARIO("forks_after_allocating", {report_option(scratch)});
+  if (under_cushion()) {
+    EXPECT_EQ(scratch.files().size(), 1U);
+  }
+}
+
+// While other threads allocate and free all the time, so that some lock is likely held at a fork.
+SCENARIO(forks_while_threads_allocate) {
+  CUcontext context = nullptr;
+  CHECK_CU(CUDA_SUCCESS, cu().cuCtxGetCurrent(&context));
+  std::atomic<bool> stop{false};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 2; ++i) {
+    threads.emplace_back([&] {
+      CHECK_CU(CUDA_SUCCESS, cu().cuCtxSetCurrent(context));
+      while (!stop) CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(allocate(64 * KiB)));
+    });
+  }
+  for (int round = 0; round < 20; ++round) {
+    const pid_t child = fork();
+    if (child == 0) {
+      CUdeviceptr p = 0;
+      _exit(cu().cuMemAlloc(&p, 64 * KiB) == CUDA_SUCCESS ? 1 : 33);
+    }
+    EXPECT_EQ(exit_code(child), 33);
+  }
+  stop = true;
+  for (std::thread& thread : threads) thread.join();
+}
+
+TEST_F(Process, AForkedChildHoldsNoLock) {
+  if (!under_cushion()) GTEST_SKIP() << "the driver's own locks at a fork are its own matter";
+  EXPECT_SCENARIO("forks_while_threads_allocate");
+}
+
+SCENARIO_WITHOUT_CONTEXT(forks_before_cuda) {
+  const pid_t child = fork();
+  use_primary_context();
+  leave_blocks();
+  if (child == 0) std::exit(expectations_failed() ? 1 : 33);
+  EXPECT_EQ(exit_code(child), 33);
+}
+
+TEST_F(Process, AChildForkedEarlierIsAnOrdinaryProcess) {
+  const Scratch scratch;
+  EXPECT_SCENARIO("forks_before_cuda", {report_option(scratch)});
+  if (under_cushion()) {
+    EXPECT_EQ(scratch.files().size(), 2U) << "the second process appends its pid";
+  }
+}
+
+SCENARIO(vforks) {
+  leave_blocks();
+  const pid_t child = vfork();
+  if (child == 0) _exit(33);
+  EXPECT_EQ(exit_code(child), 33);
+  EXPECT_FALSE(report_exists());
+}
+
+TEST_F(Process, AVforkedChildWritesNoReport) {
+  const Scratch scratch;
+  const Outcome outcome = run_scenario("vforks", {report_option(scratch)});
+  EXPECT_TRUE(outcome.exited(0)) << outcome;
+  if (under_cushion()) expect_report(scratch.report("report.json"), outcome.pid);
+}
+
+// Runs this program again, which inherits LD_PRELOAD.
+int spawn_scenario(const char* name) {
+  const std::string option = std::string("--scenario=") + name;
+  std::string program = "/proc/self/exe", argument = option;
+  char* const arguments[] = {program.data(), argument.data(), nullptr};
+  pid_t child = 0;
+  EXPECT_EQ(posix_spawn(&child, program.c_str(), nullptr, nullptr, arguments, environ), 0);
+  return exit_code(child);
+}
+
+SCENARIO(spawns_silent_child) {
+  leave_blocks();
+  EXPECT_EQ(spawn_scenario("touches_nothing"), 0);
+  EXPECT_EQ(spawn_scenario("allocates_nothing"), 0);
+  EXPECT_FALSE(report_exists());
+}
+
+SCENARIO(spawns_allocating_child) {
+  leave_blocks();
+  EXPECT_EQ(spawn_scenario("ends_by_exit"), 9);
+}
+
+TEST_F(Process, ASpawnedChildIsSilentUntilItAllocates) {
+  const Scratch silent, allocating;
+  EXPECT_SCENARIO("spawns_silent_child", {report_option(silent)});
+  EXPECT_SCENARIO("spawns_allocating_child", {report_option(allocating)});
+  if (!under_cushion()) return;
+  EXPECT_EQ(silent.files().size(), 1U);
+  EXPECT_EQ(allocating.files().size(), 2U);
+}
+
+// --- Other processes' memory -----------------------------------------------------------------------------------
+
+TEST_F(Process, AnIpcHandleIsTheBlocksOwnOrAnError) {
+  const CUdeviceptr first = allocate(MiB), second = allocate(MiB);
+  CUipcMemHandle handle{};
+  for (const CUdeviceptr p : {first, second}) {
+    const CUresult result = cu().cuIpcGetMemHandle(&handle, p);
+    if (under_cushion()) {
+      EXPECT_NE(result, CUDA_SUCCESS) << "the segment's handle would be somebody else's memory";
+    } else {
+      EXPECT_EQ(result, CUDA_SUCCESS);
+    }
+  }
+  CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(first));
+  CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(second));
+}
+
+TEST_F(Process, TheIpcCapableAttribute) {
+  const Stream stream;
+  const CUdeviceptr sync = allocate(MiB), async = allocate_async(MiB, stream);
+  for (const auto& [p, native] : {std::pair{sync, 1}, std::pair{async, 0}}) {
+    const int expected = under_cushion() ? 0 : native;
+    int one = -1;
+    CHECK_CU(CUDA_SUCCESS, cu().cuPointerGetAttribute(&one, CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, p));
+    EXPECT_EQ(one, expected);
+    int several = -1;
+    CUpointer_attribute attribute = CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE;
+    void* data = &several;
+    CHECK_CU(CUDA_SUCCESS, cu().cuPointerGetAttributes(1, &attribute, &data, p));
+    EXPECT_EQ(several, expected);
+  }
+  CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(sync));
+  CHECK_CU(CUDA_SUCCESS, cu().cuMemFreeAsync(async, stream));
+}
+
+// --- Several contexts and devices --------------------------------------------------------------------------------
+
+// An allocation belongs to its stream's context, whatever is current: it lives and dies with that.
+TEST_F(Process, AnAsyncAllocationBelongsToItsStreamsContext) {
+  CUcontext primary = nullptr, other = nullptr;
+  CHECK_CU(CUDA_SUCCESS, cu().cuCtxGetCurrent(&primary));
+  CHECK_CU(CUDA_SUCCESS, harness::create_context(&other, 0));
+  for (int round = 0; round < 3; ++round) {
+    CHECK_CU(CUDA_SUCCESS, cu().cuCtxSetCurrent(other));
+    const Stream stream;
+    CHECK_CU(CUDA_SUCCESS, cu().cuCtxSetCurrent(primary));
+    const CUdeviceptr p = allocate_async(MiB, stream);
+    CHECK_CU(CUDA_SUCCESS, cu().cuMemsetD8Async(p, 5, MiB, stream));
+    unsigned char last = 0;
+    CHECK_CU(CUDA_SUCCESS, cu().cuMemcpyDtoHAsync(&last, p + MiB - 1, 1, stream));
+    CHECK_CU(CUDA_SUCCESS, cu().cuMemFreeAsync(p, stream));
+    finish(stream);
+    EXPECT_EQ(last, 5);
+  }
+  CHECK_CU(CUDA_SUCCESS, cu().cuCtxDestroy(other));
+  CHECK_CU(CUDA_SUCCESS, cu().cuCtxSetCurrent(primary));
+  const Stream stream;
+  const Word bad;
+  const CUdeviceptr p = allocate_async(MiB, stream);  // not memory of the context that is gone
+  fill_hold_check(stream, p, MiB, 6, 0ms, bad);
+  CHECK_CU(CUDA_SUCCESS, cu().cuMemFreeAsync(p, stream));
+  finish(stream);
+  EXPECT_EQ(bad.get(), 0U);
+}
+
+SCENARIO_WITHOUT_CONTEXT(two_devices) {
+  use_primary_context();
+  CUcontext first = nullptr, second = nullptr;
+  CHECK_CU(CUDA_SUCCESS, cu().cuCtxGetCurrent(&first));
+  const CUdeviceptr p = allocate(MiB);
+  CHECK_CU(CUDA_SUCCESS, cu().cuDevicePrimaryCtxRetain(&second, 1));
+  CHECK_CU(CUDA_SUCCESS, cu().cuCtxSetCurrent(second));
+  const CUdeviceptr q = allocate(MiB);
+  for (const auto& [pointer, device] : {std::pair{p, 0}, std::pair{q, 1}}) {
+    int ordinal = -1;
+    CHECK_CU(CUDA_SUCCESS, cu().cuPointerGetAttribute(&ordinal, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, pointer));
+    EXPECT_EQ(ordinal, device);
+  }
+  CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(p));  // under the other device's context
+  CHECK_CU(CUDA_SUCCESS, cu().cuCtxSetCurrent(first));
+  CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(q));
+}
+
+// Peer access enabled after and before an allocation reaches both.
+SCENARIO(peer_access) {
+  CUcontext first = nullptr, second = nullptr;
+  CHECK_CU(CUDA_SUCCESS, cu().cuCtxGetCurrent(&first));
+  const CUdeviceptr early = allocate(MiB);
+  CHECK_CU(CUDA_SUCCESS, cu().cuDevicePrimaryCtxRetain(&second, 1));
+  CHECK_CU(CUDA_SUCCESS, cu().cuCtxSetCurrent(second));
+  CHECK_CU(CUDA_SUCCESS, cu().cuCtxEnablePeerAccess(first, 0));
+  CHECK_CU(CUDA_SUCCESS, cu().cuCtxSetCurrent(first));
+  const CUdeviceptr late = allocate(100 * MiB);
+  CHECK_CU(CUDA_SUCCESS, cu().cuCtxSetCurrent(second));
+  harness::reload_kernels();
+  const Word bad;
+  const Stream stream;
+  for (const CUdeviceptr p : {early, late}) fill_hold_check(stream, p, MiB, 6, 0ms, bad);
+  finish(stream);
+  EXPECT_EQ(bad.get(), 0U);
+  CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(early));
+  CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(late));
+}
+
+int devices() {
+  int count = 0;
+  CHECK_CU(CUDA_SUCCESS, cu().cuDeviceGetCount(&count));
+  return count;
+}
+
+TEST_F(Process, TwoDevices) {
+  if (!emulated() && devices() < 2) GTEST_SKIP() << "needs two devices";
+  EXPECT_SCENARIO("two_devices", {"EMU_DEVICES=2"});
+}
+
+TEST_F(Process, PeerAccessReachesEveryBlock) {
+  int possible = emulated() ? 1 : 0;
+  if (devices() >= 2) {
+    CHECK_CU(CUDA_SUCCESS, cu().cuDeviceCanAccessPeer(&possible, 1, 0));
+  }
+  if (possible == 0) GTEST_SKIP() << "needs two devices with peer access";
+  EXPECT_SCENARIO("peer_access", {"EMU_DEVICES=2"});
+}
+
+}  // namespace

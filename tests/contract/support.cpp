@@ -1,0 +1,258 @@
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <link.h>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <map>
+#include <memory>
+#include <string_view>
+#include <thread>
+
+#include "tests/contract/contract.h"
+
+extern char** environ;
+
+namespace contract {
+namespace {
+
+// Whether an object whose file name begins so is mapped into this process.
+bool mapped(const char* file) {
+  return dl_iterate_phdr(
+             [](dl_phdr_info* object, std::size_t, void* wanted) {
+               const std::string_view path = object->dlpi_name;
+               const std::string_view name = path.substr(path.rfind('/') + 1);
+               return name.starts_with(static_cast<const char*>(wanted)) ? 1 : 0;
+             },
+             const_cast<char*>(file)) != 0;
+}
+
+}  // namespace
+
+bool under_cushion() {
+  static const bool mapped_here = mapped("libcushion.so");
+  return mapped_here;
+}
+
+bool deferred() {
+  const char* mode = std::getenv("CUSHION_FREE");
+  return under_cushion() && mode != nullptr && std::strcmp(mode, "deferred") == 0;
+}
+
+CUdeviceptr allocate(std::size_t size) {
+  CUdeviceptr p = 0;
+  CHECK_CU(CUDA_SUCCESS, cu().cuMemAlloc(&p, size));
+  return p;
+}
+
+CUdeviceptr allocate_async(std::size_t size, CUstream stream) {
+  CUdeviceptr p = 0;
+  CHECK_CU(CUDA_SUCCESS, cu().cuMemAllocAsync(&p, size, stream));
+  return p;
+}
+
+std::size_t free_memory() {
+  std::size_t free = 0, total = 0;
+  CHECK_CU(CUDA_SUCCESS, cu().cuMemGetInfo(&free, &total));
+  return free;
+}
+
+Word::Word() {
+  void* host = nullptr;
+  CHECK_CU(CUDA_SUCCESS, cu().cuMemHostAlloc(&host, sizeof *host_, CU_MEMHOSTALLOC_DEVICEMAP));
+  host_ = static_cast<std::uint32_t*>(host);
+  CHECK_CU(CUDA_SUCCESS, cu().cuMemHostGetDevicePointer(&device_, host, 0));
+  set(0);
+}
+Word::~Word() { CHECK_CU(CUDA_SUCCESS, cu().cuMemFreeHost(host_)); }
+std::uint32_t Word::get() const { return __atomic_load_n(host_, __ATOMIC_ACQUIRE); }
+void Word::set(std::uint32_t value) const { __atomic_store_n(host_, value, __ATOMIC_RELEASE); }
+
+Stream::Stream(unsigned flags) { CHECK_CU(CUDA_SUCCESS, cu().cuStreamCreate(&stream_, flags)); }
+Stream::~Stream() {
+  if (stream_ != nullptr) {
+    CHECK_CU(CUDA_SUCCESS, cu().cuStreamDestroy(stream_));
+  }
+}
+
+Event::Event(unsigned flags) { CHECK_CU(CUDA_SUCCESS, cu().cuEventCreate(&event_, flags)); }
+Event::~Event() { CHECK_CU(CUDA_SUCCESS, cu().cuEventDestroy(event_)); }
+
+bool busy(CUstream stream) {
+  const CUresult result = cu().cuStreamQuery(stream);
+  EXPECT_TRUE(result == CUDA_SUCCESS || result == CUDA_ERROR_NOT_READY) << result;
+  return result == CUDA_ERROR_NOT_READY;
+}
+
+void finish(CUstream stream) { CHECK_CU(CUDA_SUCCESS, cu().cuStreamSynchronize(stream)); }
+
+void order(CUstream before, CUstream after) {
+  const Event event;
+  CHECK_CU(CUDA_SUCCESS, cu().cuEventRecord(event, before));
+  CHECK_CU(CUDA_SUCCESS, cu().cuStreamWaitEvent(after, event, 0));
+}
+
+// --- Processes ---------------------------------------------------------------------------------------------
+
+namespace {
+
+struct Entry {
+  bool with_context;
+  void (*body)();
+};
+std::map<std::string, Entry, std::less<>>& scenarios() {
+  static std::map<std::string, Entry, std::less<>> all;
+  return all;
+}
+
+// An unnamed file that a child writes to and this process reads afterwards: unlike a pipe it never fills, and
+// a grandchild that outlives the child holds nobody up.
+class Capture {
+ public:
+  Capture() : file_(std::tmpfile(), &std::fclose) {}
+  int descriptor() const { return fileno(file_.get()); }
+  std::string text() const {
+    std::string text;
+    std::rewind(file_.get());
+    for (int c = 0; (c = std::fgetc(file_.get())) != EOF;) text.push_back(static_cast<char>(c));
+    return text;
+  }
+
+ private:
+  std::unique_ptr<std::FILE, int (*)(std::FILE*)> file_;
+};
+
+}  // namespace
+
+Scenario::Scenario(const char* name, bool with_context, void (*body)()) {
+  scenarios().emplace(name, Entry{with_context, body});
+}
+
+bool expectations_failed() { return testing::UnitTest::GetInstance()->ad_hoc_test_result().Failed(); }
+
+int scenario_main(const std::string& name) {
+  const auto found = scenarios().find(name);
+  if (found == scenarios().end()) {
+    std::fprintf(stderr, "no scenario is named %s\n", name.c_str());
+    return 2;
+  }
+  if (found->second.with_context) use_primary_context();
+  found->second.body();
+  return expectations_failed() ? 1 : 0;
+}
+
+bool Outcome::exited(int code) const { return !timed_out && WIFEXITED(status) && WEXITSTATUS(status) == code; }
+bool Outcome::killed(int signal) const { return !timed_out && WIFSIGNALED(status) && WTERMSIG(status) == signal; }
+
+std::ostream& operator<<(std::ostream& stream, const Outcome& outcome) {
+  if (outcome.timed_out) {
+    stream << "still running after its time";
+  } else if (WIFEXITED(outcome.status)) {
+    stream << "exit code " << WEXITSTATUS(outcome.status);
+  } else {
+    stream << "killed by signal " << WTERMSIG(outcome.status);
+  }
+  return stream << "\n--- stdout\n" << outcome.out << "\n--- stderr\n" << outcome.err;
+}
+
+Outcome run_scenario(const std::string& name, const std::vector<std::string>& environment,
+                     std::chrono::seconds timeout) {
+  // This process's environment; a name given again replaces it. Sanitizers must leave deadly signals alone.
+  std::vector<std::string> variables;
+  const auto set = [&variables](const std::string& variable) {
+    const std::string prefix = variable.substr(0, variable.find('=') + 1);
+    std::erase_if(variables, [&](const std::string& other) { return other.starts_with(prefix); });
+    variables.push_back(variable);
+  };
+  for (char** variable = environ; *variable != nullptr; ++variable) variables.emplace_back(*variable);
+  for (const char* sanitizer : {"ASAN_OPTIONS", "TSAN_OPTIONS", "UBSAN_OPTIONS"}) {
+    const char* options = std::getenv(sanitizer);
+    set(std::string(sanitizer) + "=handle_segv=0:handle_abort=0:handle_sigbus=0" +
+        (options != nullptr ? std::string(":") + options : ""));
+  }
+  for (const std::string& variable : environment) set(variable);
+  std::vector<char*> pointers;
+  for (std::string& variable : variables) pointers.push_back(variable.data());
+  pointers.push_back(nullptr);
+
+  const Capture out, err;
+  posix_spawn_file_actions_t actions;
+  posix_spawn_file_actions_init(&actions);
+  posix_spawn_file_actions_adddup2(&actions, out.descriptor(), STDOUT_FILENO);
+  posix_spawn_file_actions_adddup2(&actions, err.descriptor(), STDERR_FILENO);
+  // Whoever runs the tests may ignore signals (nohup, a shell's background job): a scenario starts with the defaults.
+  posix_spawnattr_t attributes;
+  posix_spawnattr_init(&attributes);
+  sigset_t all;
+  sigfillset(&all);
+  posix_spawnattr_setsigdefault(&attributes, &all);
+  posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSIGDEF);
+  const std::string program = std::filesystem::read_symlink("/proc/self/exe").string();
+  std::string argument_zero = program, argument = "--scenario=" + name;
+  char* const arguments[] = {argument_zero.data(), argument.data(), nullptr};
+  Outcome outcome;
+  const int failed = posix_spawn(&outcome.pid, program.c_str(), &actions, &attributes, arguments, pointers.data());
+  posix_spawnattr_destroy(&attributes);
+  posix_spawn_file_actions_destroy(&actions);
+  EXPECT_EQ(failed, 0) << std::strerror(failed);
+  if (failed != 0) return outcome;
+
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  while (waitpid(outcome.pid, &outcome.status, WNOHANG) == 0) {
+    if (std::chrono::steady_clock::now() > deadline) {
+      outcome.timed_out = true;
+      kill(outcome.pid, SIGKILL);
+      waitpid(outcome.pid, &outcome.status, 0);
+      break;
+    }
+    std::this_thread::sleep_for(1ms);
+  }
+  outcome.out = out.text();
+  outcome.err = err.text();
+  return outcome;
+}
+
+Scratch::Scratch() {
+  std::string pattern = (std::filesystem::temp_directory_path() / "contract.XXXXXX").string();
+  EXPECT_NE(mkdtemp(pattern.data()), nullptr);
+  directory_ = pattern;
+}
+Scratch::~Scratch() {
+  std::error_code ignored;
+  std::filesystem::remove_all(directory_, ignored);
+}
+
+std::vector<std::string> Scratch::files() const {
+  std::vector<std::string> names;
+  for (const auto& entry : std::filesystem::directory_iterator(directory_)) {
+    names.push_back(entry.path().filename().string());
+  }
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+nlohmann::json Scratch::report(const std::string& name) const {
+  std::ifstream file(path(name));
+  nlohmann::json report = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
+  EXPECT_FALSE(report.is_discarded()) << path(name) << " is missing or not JSON";
+  return report.is_discarded() ? nlohmann::json() : report;
+}
+
+}  // namespace contract
+
+int main(int argc, char** argv) {
+  // A kernel loaded at its first launch may wait for those that run: natively, too, but it is no rule here.
+  setenv("CUDA_MODULE_LOADING", "EAGER", /*overwrite=*/0);
+  testing::InitGoogleTest(&argc, argv);
+  if (argc == 2 && std::string_view(argv[1]).starts_with("--scenario=")) {
+    return contract::scenario_main(argv[1] + std::strlen("--scenario="));
+  }
+  return RUN_ALL_TESTS();
+}
