@@ -39,6 +39,7 @@ class Program:
     api: str = "both"  # the value of --api, or "both" for a program that has benchmarks of each
     allocators: tuple = ALL
     select: dict = dataclasses.field(default_factory=dict)  # allocator → regular expression of benchmark names
+    settings: dict = dataclasses.field(default_factory=dict)  # Cushion's, where they are not the defaults
 
 
 def plan(scale):
@@ -48,20 +49,22 @@ def plan(scale):
     no_kernels = {"null": "Pair/"}
     streams = dict.fromkeys(REAL, "/(1/1|4/4)/[01]/") if scale == "quick" else {}
     driver = dict.fromkeys(ALL, "Pair/") if scale == "quick" else {}
+    reserved = {"CUSHION_INITIAL_SIZE": "256MiB"}  # a cold start is about order, not about the driver's allocations
     async_random = ASYNC if scale == "quick" else ASYNC + ("null",)
     return [
         Program("pair_static", select=no_kernels),
         Program("pair_shared", select=no_kernels),
         Program("driver_pairs", select=driver),
         Program("threads", allocators=REAL if scale == "quick" else ALL),
-        Program("multi_stream_allocations", "async", ASYNC, streams),
-        Program("multi_stream_allocations", "malloc", REAL, streams),
+        Program("multi_stream_allocations", "async", ASYNC, streams, reserved),
+        Program("multi_stream_allocations", "malloc", REAL, streams, reserved),
         Program("random_allocations", "async", async_random),
-        Program("random_allocations", "malloc", REAL if scale == "quick" else ALL, {"native": native} if native else {}),
+        Program("random_allocations", "malloc", REAL if scale == "quick" else ALL,
+                {"native": native} if native else {}),
     ]
 
 
-def environment(build, allocator, emulator):
+def environment(build, program, allocator, emulator):
     clean = {name: value for name, value in os.environ.items()
              if name != "LD_PRELOAD" and not name.startswith("CUSHION_")}
     clean.setdefault("CUDA_VISIBLE_DEVICES", "0")
@@ -73,6 +76,7 @@ def environment(build, allocator, emulator):
         clean["LD_PRELOAD"] = str(build / "libcushion.so")
         clean["CUSHION_ALLOCATOR"] = "pool"
         clean["CUSHION_FREE"] = "deferred" if allocator == "pool_deferred" else "sync"
+        clean |= program.settings
     return clean
 
 
@@ -92,7 +96,7 @@ def served(build, program, allocator, emulator):
         report = pathlib.Path(folder) / "report.json"
         line = command_line(build, Program(program.name, program.api), allocator, 0.001, 1)
         subprocess.run(line + ["--benchmark_filter=/1048576"], check=True, timeout=60, capture_output=True,
-                       env=environment(build, allocator, emulator) | {"CUSHION_REPORT": str(report)})
+                       env=environment(build, program, allocator, emulator) | {"CUSHION_REPORT": str(report)})
         return json.loads(report.read_text())["calls"]["served"] if report.exists() else 0
 
 
@@ -158,7 +162,7 @@ def run_all(build, out, scale):
             line += [f"--benchmark_out={out / label}.json", "--benchmark_out_format=json"]
             begin = time.monotonic()
             try:
-                result = subprocess.run(line, env=environment(build, allocator, emulator), timeout=remaining,
+                result = subprocess.run(line, env=environment(build, program, allocator, emulator), timeout=remaining,
                                         capture_output=True, text=True, check=False)
             except subprocess.TimeoutExpired:
                 (out / f"{label}.json").unlink(missing_ok=True)  # cut off in the middle
@@ -205,7 +209,8 @@ def main():
     rows, errors = table.read_results(out, "cpu_time" if scale == "emulator" else "real_time")
     for row in rows:
         row["speedup"] = {a: ratio for a in row["ns"] if a != "native" and (ratio := table.speedup(row, a)) is not None}
-    summary = {"schema": "cushion-bench", "version": 1, "scale": scale, "machine": machine, "rows": rows,
+    summary = {"schema": "cushion-bench", "version": 1, "scale": scale, "machine": machine,
+               "settings": {f"{p.name}.{p.api}": p.settings for p in plan(scale) if p.settings}, "rows": rows,
                "goals": [] if scale == "emulator" else table.goals(rows), "failures": failures + errors}
     (out / "machine.json").write_text(json.dumps(machine, indent=1) + "\n")
     (out / "summary.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n")

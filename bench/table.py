@@ -105,7 +105,8 @@ def machine_line(machine):
 def goal_table(goals):
     lines = ["| measure (pairs of 1 MiB) | goal | measured | |", "|---|---:|---:|---|"]
     for goal in goals:
-        lines.append(f"| {goal['measure']} | {goal['goal']} | {goal['measured']} | {'met' if goal['met'] else 'missed'} |")
+        verdict = "met" if goal["met"] else "missed"
+        lines.append(f"| {goal['measure']} | {goal['goal']} | {goal['measured']} | {verdict} |")
     return "\n".join(lines)
 
 
