@@ -1,0 +1,56 @@
+#!/bin/bash
+# gpu.sh OUTDIR [--full]: everything that a GPU machine can say, in one go: builds release, runs all tests, then
+# the benchmarks (two minutes of them, or with --full all seven). OUTDIR gets the log of each step, the tests'
+# results as JUnit XML, the benchmarks' JSON, and machine.json: GPU, driver, CPU, compilers, commit.
+#
+# Installs nothing and asks no network. A step that fails does not stop the next; the exit status is then 1.
+set -uo pipefail
+[ $# -ge 1 ] || { sed -n '2,6s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+mkdir -p "$1" && out=$(cd "$1" && pwd) || exit 2
+scale=--quick
+[ "${2:-}" != --full ] || scale=
+cd "$(dirname "$0")/.." || exit 2
+build=build/release
+summary=()
+failures=0
+
+# step NAME SECONDS COMMAND...: runs it with its output in OUTDIR/NAME.log too; status 77 means skipped.
+step() {
+  local name=$1 limit=$2 status start=$SECONDS verdict=passed
+  shift 2
+  printf '\n== %s ==\n' "$name"
+  timeout --kill-after=10 "$limit" "$@" 2>&1 | tee "$out/$name.log"
+  status=${PIPESTATUS[0]}
+  case $status in
+    0) ;;
+    77) verdict=skipped ;;
+    124 | 137) verdict="FAILED: out of its $limit s" ;;
+    *) verdict="FAILED with status $status" ;;
+  esac
+  case $verdict in FAILED*) failures=$((failures + 1)) ;; esac
+  summary+=("$(printf '%-10s %4d s  %s' "$name" $((SECONDS - start)) "$verdict")")
+}
+
+gpu() { nvidia-smi --query-gpu="$1" --format=csv,noheader 2>/dev/null | head -n 1; }
+first_line() { "$@" 2>/dev/null | head -n 1; }
+text() { printf '"%s"' "$(printf '%s' "$1" | tr -d '\000-\037' | sed 's/[\\"]/\\&/g')"; }
+describe_machine() {
+  nvcc=$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)
+  printf '{\n  "gpu": %s,\n  "gpu_memory": %s,\n  "driver": %s,\n  "cpu": %s,\n  "cpus": %s,\n' "$(text "$(gpu name)")" \
+    "$(text "$(gpu memory.total)")" "$(text "$(gpu driver_version)")" \
+    "$(text "$(sed -n 's/^model name[^:]*: //p' /proc/cpuinfo | head -n 1)")" "$(nproc)"
+  printf '  "kernel": %s,\n  "compiler": %s,\n  "nvcc": %s,\n  "commit": %s,\n  "date": %s\n}\n' "$(text "$(uname -r)")" \
+    "$(text "$(first_line c++ --version)")" "$(text "$("$nvcc" --version | sed -n 's/.*release //p')")" \
+    "$(text "$(first_line git rev-parse HEAD)")" "$(text "$(date -u +%FT%TZ)")"
+}
+
+describe_machine | tee "$out/machine.json"
+step configure 60 cmake --preset release
+step build 240 cmake --build --preset release --parallel "$(nproc)"
+step tests 180 ctest --preset release --output-junit "$out/tests.xml"
+# shellcheck disable=SC2086  # no scale is no argument
+step bench "$([ -n "$scale" ] && echo 120 || echo 450)" python3 bench/run.py "$build" "$out/bench" $scale
+
+printf '\n== summary ==\n'
+printf '%s\n' "$(gpu name) driver $(gpu driver_version)" "${summary[@]}" | tee "$out/summary.txt"
+[ "$failures" -eq 0 ]
