@@ -164,9 +164,9 @@ int threads() {
   pthread_exit(nullptr);
 }
 
-int unload(const char* plugin_path) {
+int unload(const char* plugin_path, int flags) {
   const DriverApi api = load();
-  void* plugin = dlopen(plugin_path, RTLD_NOW | RTLD_LOCAL);
+  void* plugin = dlopen(plugin_path, RTLD_NOW | RTLD_LOCAL | flags);
   require(plugin, "the plugin");
   auto plugin_alloc = reinterpret_cast<CUdeviceptr (*)()>(dlsym(plugin, "plugin_alloc"));
   require(plugin_alloc, "plugin_alloc");
@@ -198,7 +198,8 @@ int main(int argc, char** argv) {
   if (scenario == "exec_child") return exec_child(argv[0]);
   if (scenario == "threads") return threads();
   if (scenario == "main_thread_exits") main_thread_exits();
-  if (scenario == "unload" && argc > 2) return unload(argv[2]);
+  if (scenario == "unload" && argc > 2) return unload(argv[2], 0);
+  if (scenario == "unload_deepbind" && argc > 2) return unload(argv[2], RTLD_DEEPBIND);
   if (scenario == "show_preload") return show_preload();
   std::fprintf(stderr, "unknown scenario: %s\n", scenario.c_str());
   return 64;

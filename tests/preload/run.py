@@ -499,6 +499,16 @@ def unloaded_plugin(setting):
 
 
 @case
+def deepbind_plugin(setting):
+    """RTLD_DEEPBIND finds libc's dlsym before any preload's: that library's block is the driver's own, and is freed
+    through Cushion all the same."""
+    release_only(setting)
+    result = setting.compare([setting.program("process"), "unload_deepbind", setting.program("libplugin.so")])
+    calls = result.reports[0]["calls"]
+    check(calls["forwarded"] > 0, f"the plugin's block was not forwarded: {calls}")
+
+
+@case
 def before_and_after_main(setting):
     """Static constructors, atexit handlers and static destructors allocate and free as natively."""
     setting.compare([setting.program("lifetime")])
