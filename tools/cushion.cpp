@@ -7,6 +7,7 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cctype>
+#include <cstdio>
 #include <iterator>
 #include <string>
 #include <string_view>
@@ -78,6 +79,7 @@ int run(const std::string& library, std::vector<std::string> command) {
     return kUsage;
   }
   std::vector<char*> arguments;
+  arguments.reserve(command.size() + 1);
   for (std::string& argument : command) arguments.push_back(argument.data());
   arguments.push_back(nullptr);
   return become(search.path, arguments.data());
@@ -167,7 +169,7 @@ int main(int argc, char** argv) {
   try {
     return cushion::main_of(argc, argv);
   } catch (const std::exception& error) {
-    fmt::print(stderr, "cushion: {}\n", error.what());
+    std::fprintf(stderr, "cushion: %s\n", error.what());
     return 1;
   }
 }
