@@ -1,0 +1,317 @@
+#include "pool.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "capture.h"
+#include "driver.h"
+
+namespace emu {
+namespace {
+
+std::shared_ptr<Pool> PoolOf(CUmemoryPool handle) {
+  std::shared_ptr<Pool> pool = driver().pools.Find(handle);
+  Require(pool != nullptr);
+  return pool;
+}
+
+std::vector<std::shared_ptr<Pool>>& all_pools() {
+  static auto* const pools = new std::vector<std::shared_ptr<Pool>>;
+  return *pools;
+}
+
+// §4: an allocation on a capturing stream is a node of the graph, and its memory the graph's.
+CUdeviceptr AllocateInGraph(Stream& stream, std::size_t bytes) {
+  const Range range = TakeOrTrim(DeviceAt(stream.context->device), bytes);
+  const BlockPtr block = NewBlock(Block::Kind::kGraph, stream.context, range, bytes);
+  stream.capture->graph->memory->blocks.push_back(block);
+  AddNode(stream, [] {});
+  return block->base;
+}
+
+CUresult Allocate(CUdeviceptr* out, std::size_t bytes, CUmemoryPool pool, CUstream handle) {
+  Lock lock(global_mutex());
+  Require(out != nullptr && bytes > 0);
+  const StreamPtr stream = StreamOf(handle);
+  if (stream->capture != nullptr) {
+    *out = AllocateInGraph(*stream, bytes);
+  } else {
+    RefuseDuringCapture();
+    if (pool == nullptr) pool = DeviceAt(stream->context->device).current_pool;
+    *out = PoolOf(pool)->Allocate(*stream, bytes);
+  }
+  return CUDA_SUCCESS;
+}
+
+int* Flag(Pool& pool, CUmemPool_attribute attribute) {
+  switch (attribute) {
+    case CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES:
+      return &pool.reuse_follow_events;
+    case CU_MEMPOOL_ATTR_REUSE_ALLOW_OPPORTUNISTIC:
+      return &pool.reuse_opportunistic;
+    case CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES:
+      return &pool.reuse_internal;
+    default:
+      return nullptr;
+  }
+}
+
+std::uint64_t* Counter(Pool& pool, CUmemPool_attribute attribute) {
+  switch (attribute) {
+    case CU_MEMPOOL_ATTR_RELEASE_THRESHOLD:
+      return &pool.threshold;
+    case CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT:
+      return &pool.reserved;
+    case CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH:
+      return &pool.reserved_high;
+    case CU_MEMPOOL_ATTR_USED_MEM_CURRENT:
+      return &pool.used;
+    case CU_MEMPOOL_ATTR_USED_MEM_HIGH:
+      return &pool.used_high;
+    default:
+      return nullptr;
+  }
+}
+
+}  // namespace
+
+CUdeviceptr Pool::Allocate(Stream& stream, std::size_t bytes) {
+  const auto ordered_before = [&](const Free& entry) {
+    if (entry.stream == stream.id) return true;
+    if (reuse_opportunistic != 0 && AllDone(entry.fence)) return true;
+    const auto known = stream.seen.find(entry.stream);
+    return reuse_follow_events != 0 && entry.stream != 0 && known != stream.seen.end() && known->second >= entry.count;
+  };
+  auto best = free.end();
+  for (auto entry = free.begin(); entry != free.end(); ++entry) {
+    if (entry->range.size < bytes || entry->range.size / 2 > bytes) continue;
+    if (best != free.end() && best->range.size <= entry->range.size) continue;
+    if (ordered_before(*entry)) best = entry;
+  }
+  Range range;
+  if (best != free.end()) {
+    range = best->range;
+    free.erase(best);
+  } else {
+    range = TakeOrTrim(DeviceAt(device), bytes);
+    reserved += range.size;
+    reserved_high = std::max(reserved_high, reserved);
+  }
+  used += range.size;
+  used_high = std::max(used_high, used);
+  const BlockPtr block = NewBlock(Block::Kind::kPool, stream.context, range, bytes);
+  block->device = device;
+  block->pool = shared_from_this();
+  Submit(stream, nullptr);
+  return block->base;
+}
+
+void Pool::Park(const BlockPtr& block, std::uint64_t stream, std::uint64_t count, Tasks fence) {
+  block->freed = true;
+  used -= block->range.size;
+  free.push_back({block->range, stream, count, std::move(fence)});
+}
+
+void Pool::FreeOn(Stream& stream, const BlockPtr& block) {
+  // The block stays accessible to work put on the stream before, until the free itself is reached.
+  const TaskPtr reached = Submit(stream, nullptr, {}, [block] { driver().blocks.Remove(block); });
+  Park(block, stream.id, stream.count, {reached});
+}
+
+void Pool::FreeAfter(const BlockPtr& block, const Tasks& fence) {
+  Park(block, 0, 0, {Join(fence, [block] { driver().blocks.Remove(block); })});
+}
+
+void Pool::Discard(const Block& block) {
+  used -= block.range.size;
+  reserved -= block.range.size;
+  DeviceAt(device).Give(block.range);
+}
+
+void Pool::Trim(std::uint64_t keep) {
+  for (auto entry = free.begin(); entry != free.end() && reserved > keep;) {
+    if (!AllDone(entry->fence)) {
+      ++entry;
+      continue;
+    }
+    reserved -= entry->range.size;
+    DeviceAt(device).Give(entry->range);
+    entry = free.erase(entry);
+  }
+}
+
+void TrimDevice(CUdevice device, std::uint64_t keep) {
+  for (const auto& pool : all_pools()) {
+    if (pool->device == device) pool->Trim(keep);
+  }
+}
+
+void TrimAtSynchronize(CUdevice device) {
+  for (const auto& pool : all_pools()) {
+    if (pool->device == device) pool->Trim(pool->alive ? pool->threshold : 0);
+  }
+  std::erase_if(all_pools(), [](const auto& pool) { return !pool->alive && pool->reserved == 0; });
+}
+
+CUresult MemAllocAsync(CUdeviceptr* out, size_t bytes, CUstream stream) {
+  return Allocate(out, bytes, nullptr, stream);
+}
+
+CUresult MemAllocFromPoolAsync(CUdeviceptr* out, size_t bytes, CUmemoryPool pool, CUstream stream) {
+  Require(pool != nullptr);
+  return Allocate(out, bytes, pool, stream);
+}
+
+CUresult MemFreeAsync(CUdeviceptr address, CUstream handle) {
+  Lock lock(global_mutex());
+  const StreamPtr stream = StreamOf(handle);
+  const BlockPtr block = LiveBlock(address);
+  Require(block != nullptr && block->base == address);
+  if (stream->capture != nullptr) {
+    // §4: memory from outside answers 1, and the capture survives.
+    const auto& own = stream->capture->graph->memory->blocks;
+    Require(std::find(own.begin(), own.end(), block) != own.end());
+    block->freed = true;
+    AddNode(*stream, [] {});
+    return CUDA_SUCCESS;
+  }
+  switch (block->kind) {
+    case Block::Kind::kPool:
+      block->pool->FreeOn(*stream, block);
+      return CUDA_SUCCESS;
+    case Block::Kind::kDevice:  // §3: accepted, and does not wait
+      block->freed = true;
+      Submit(*stream, nullptr, {}, [block] { Release(block); });
+      return CUDA_SUCCESS;
+    case Block::Kind::kGraph:
+      block->freed = true;
+      Submit(*stream, nullptr);
+      return CUDA_SUCCESS;
+    default:
+      return CUDA_ERROR_INVALID_VALUE;
+  }
+}
+
+CUmemoryPool NewPool(Driver& owner, CUdevice device) {
+  auto pool = std::make_shared<Pool>();
+  pool->device = device;
+  pool->handle = owner.pools.Add(pool);
+  all_pools().push_back(pool);
+  return pool->handle;
+}
+
+CUresult DeviceGetDefaultMemPool(CUmemoryPool* out, CUdevice ordinal) {
+  Lock lock(global_mutex());
+  Require(out != nullptr);
+  *out = DeviceAt(ordinal).default_pool;
+  return CUDA_SUCCESS;
+}
+
+CUresult DeviceGetMemPool(CUmemoryPool* out, CUdevice ordinal) {
+  Lock lock(global_mutex());
+  Require(out != nullptr);
+  *out = DeviceAt(ordinal).current_pool;
+  return CUDA_SUCCESS;
+}
+
+CUresult DeviceSetMemPool(CUdevice ordinal, CUmemoryPool handle) {
+  Lock lock(global_mutex());
+  Require(PoolOf(handle)->device == ordinal);
+  DeviceAt(ordinal).current_pool = handle;
+  return CUDA_SUCCESS;
+}
+
+CUresult MemPoolCreate(CUmemoryPool* out, const CUmemPoolProps* properties) {
+  Lock lock(global_mutex());
+  Require(out != nullptr && properties != nullptr);
+  Require(properties->allocType == CU_MEM_ALLOCATION_TYPE_PINNED &&
+          properties->location.type == CU_MEM_LOCATION_TYPE_DEVICE);
+  DeviceAt(properties->location.id);
+  *out = NewPool(driver(), properties->location.id);
+  return CUDA_SUCCESS;
+}
+
+// The pool's blocks stay valid; its memory goes back as they are freed.
+CUresult MemPoolDestroy(CUmemoryPool handle) {
+  Lock lock(global_mutex());
+  const std::shared_ptr<Pool> pool = PoolOf(handle);
+  Device& device = DeviceAt(pool->device);
+  Require(handle != device.default_pool);
+  if (device.current_pool == handle) device.current_pool = device.default_pool;
+  driver().pools.Take(handle);
+  pool->alive = false;
+  pool->Trim(0);
+  return CUDA_SUCCESS;
+}
+
+CUresult MemPoolTrimTo(CUmemoryPool handle, size_t keep) {
+  Lock lock(global_mutex());
+  PoolOf(handle)->Trim(keep);
+  return CUDA_SUCCESS;
+}
+
+CUresult MemPoolSetAttribute(CUmemoryPool handle, CUmemPool_attribute attribute, void* value) {
+  Lock lock(global_mutex());
+  const std::shared_ptr<Pool> pool = PoolOf(handle);
+  Require(value != nullptr);
+  if (int* const flag = Flag(*pool, attribute)) {
+    std::memcpy(flag, value, sizeof *flag);
+    return CUDA_SUCCESS;
+  }
+  std::uint64_t number;
+  std::memcpy(&number, value, sizeof number);
+  switch (attribute) {
+    case CU_MEMPOOL_ATTR_RELEASE_THRESHOLD:
+      pool->threshold = number;
+      return CUDA_SUCCESS;
+    case CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH:  // high water marks can only be set back
+      Require(number == 0);
+      pool->reserved_high = pool->reserved;
+      return CUDA_SUCCESS;
+    case CU_MEMPOOL_ATTR_USED_MEM_HIGH:
+      Require(number == 0);
+      pool->used_high = pool->used;
+      return CUDA_SUCCESS;
+    default:
+      return CUDA_ERROR_INVALID_VALUE;
+  }
+}
+
+CUresult MemPoolGetAttribute(CUmemoryPool handle, CUmemPool_attribute attribute, void* value) {
+  Lock lock(global_mutex());
+  const std::shared_ptr<Pool> pool = PoolOf(handle);
+  Require(value != nullptr);
+  if (const int* const flag = Flag(*pool, attribute)) {
+    std::memcpy(value, flag, sizeof *flag);
+    return CUDA_SUCCESS;
+  }
+  const std::uint64_t* const counter = Counter(*pool, attribute);
+  Require(counter != nullptr);
+  std::memcpy(value, counter, sizeof *counter);
+  return CUDA_SUCCESS;
+}
+
+CUresult MemPoolSetAccess(CUmemoryPool handle, const CUmemAccessDesc* descriptions, size_t count) {
+  Lock lock(global_mutex());
+  const std::shared_ptr<Pool> pool = PoolOf(handle);
+  Require(descriptions != nullptr);
+  for (size_t i = 0; i < count; ++i) {
+    DeviceAt(descriptions[i].location.id);
+    pool->access[descriptions[i].location.id] = descriptions[i].flags;
+  }
+  return CUDA_SUCCESS;
+}
+
+CUresult MemPoolGetAccess(CUmemAccess_flags* flags, CUmemoryPool handle, CUmemLocation* location) {
+  Lock lock(global_mutex());
+  const std::shared_ptr<Pool> pool = PoolOf(handle);
+  Require(flags != nullptr && location != nullptr);
+  const auto found = pool->access.find(location->id);
+  *flags = location->id == pool->device  ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+           : found != pool->access.end() ? found->second
+                                         : CU_MEM_ACCESS_FLAGS_PROT_NONE;
+  return CUDA_SUCCESS;
+}
+
+}  // namespace emu
