@@ -91,8 +91,8 @@ int exec_child(const char* self) {
   const DriverApi api = load();
   use_device(api);
   const CUdeviceptr block = alloc(api, 4000);
-  std::fflush(stdout);
   for (const char* scenario : {"idle", "allocate"}) {
+    std::fflush(stdout);
     const pid_t child = fork();
     if (child == 0) {
       mute();

@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 
 SKIPPED = 77
-TIMEOUT_S = 60
+TIMEOUT_S = 30
 LEVELS = ("O0", "O1", "Og", "O2", "O3")
 
 
@@ -175,7 +175,9 @@ for _level in LEVELS:
 
 
 def other_preload(library, program):
-    """Another interposing preload in front of Cushion and behind it. In front, it still sees the calls."""
+    """Another interposing preload in front of Cushion and behind it. In front, it still sees the calls, and where its
+    own dlsym answers (with the C library's, whose version it names) the program's lookups never reach Cushion."""
+    hidden = (library, program) == ("interposer_dlsym", "route_dlsym")
 
     def before(setting):
         tool = setting.program(f"lib{library}.so")
@@ -183,7 +185,8 @@ def other_preload(library, program):
         cushion = setting.cushioned([setting.program(program)], before=[tool], INTERPOSER_SAYS=1)
         same(native, cushion)
         check(native.err == cushion.err, f"the tool saw {native.err!r} natively, {cushion.err!r} before Cushion")
-        check(cushion.reports and cushion.reports[0]["calls"]["served"] > 0, "nothing was served")
+        served = any(report["calls"]["served"] > 0 for report in cushion.reports)
+        check(served != hidden, f"served: {served}, expected {not hidden}")
 
     def after(setting):
         setting.compare([setting.program(program)], after=[setting.program(f"lib{library}.so")])
@@ -295,6 +298,7 @@ def no_call_beyond_the_programs(setting):
         same(setting.native(program), setting.cushioned(program, **options))
         calls, result = driver_calls(setting, "context_only", **options)
         check(result.err == "" and not result.reports, f"not silent: {result}")
+        check("cuCtxSetCurrent" in calls, f"the emulator counts nothing: {calls}")
         beyond = set(calls) - {"cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"}
         check(not beyond, f"calls that the program did not make: {sorted(beyond)}")
 
