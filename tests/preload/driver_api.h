@@ -129,7 +129,7 @@ inline void exercise_memory(const DriverApi& api) {
 
   std::size_t available = 0, total = 0;
   const CUresult info = api.get_info(&available, &total);
-  std::printf("info %d, free below total %d\n", info, available < total);
+  std::printf("info %d, free within total %d\n", info, available > 0 && available <= total);
 }
 
 inline int exercise(const DriverApi& api) {

@@ -475,9 +475,7 @@ def fork_after_first_use(setting):
 @case
 def fork_child_calls(setting):
     """A forked child's free answers 3 as the driver does there, and never hangs; the parent goes on."""
-    result = setting.cushioned([setting.program("process"), "fork_child_calls"])
-    check(result.code == 11 and result.out.splitlines()[-2:] == ["free in the child: 3", "free: 0"], f"{result}")
-    check(len(result.reports) == 1, f"{len(result.reports)} reports")
+    setting.compare([setting.program("process"), "fork_child_calls"])
 
 
 @case
