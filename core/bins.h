@@ -1,0 +1,111 @@
+// Bins: the free blocks of one heap, by size, in two levels: a power of two and 32 steps within it, with a bitmap
+// over each level. Finding the smallest bin that can serve a request is two bit scans whatever the number of
+// blocks; within a bin (3 % wide) the best of the first few fitting blocks is taken. Metadata only: device memory
+// is never touched. Not thread safe: the pool's lock protects it.
+#pragma once
+
+#include <array>
+#include <bit>
+#include <cstdint>
+
+#include "core/block.h"
+
+namespace cushion {
+
+class Bins {
+ public:
+  bool empty() const noexcept { return rows_ == 0; }
+
+  void insert(Block* block) noexcept {
+    const unsigned bin = bin_of(block->size);
+    Block*& head = heads_[bin];
+    block->idle.previous = nullptr;
+    block->idle.next = head;
+    if (head != nullptr) head->idle.previous = block;
+    head = block;
+    columns_[bin / kColumns] |= 1u << (bin % kColumns);
+    rows_ |= 1ull << (bin / kColumns);
+  }
+
+  void remove(Block* block) noexcept {
+    const unsigned bin = bin_of(block->size);
+    if (block->idle.next != nullptr) block->idle.next->idle.previous = block->idle.previous;
+    if (block->idle.previous != nullptr) {
+      block->idle.previous->idle.next = block->idle.next;
+      return;
+    }
+    heads_[bin] = block->idle.next;
+    if (heads_[bin] != nullptr) return;
+    columns_[bin / kColumns] &= ~(1u << (bin % kColumns));
+    if (columns_[bin / kColumns] == 0) rows_ &= ~(1ull << (bin / kColumns));
+  }
+
+  // The block to serve `size` bytes aligned to `alignment` from, freed no later than `stamp`; null if there is none.
+  Block* find(std::uint64_t size, std::uint64_t alignment, std::uint64_t stamp) const noexcept {
+    for (unsigned bin = next_used(bin_of(size)); bin < kBins; bin = next_used(bin + 1)) {
+      Block* best = nullptr;
+      int looked_at = 0;
+      for (Block* block = heads_[bin]; block != nullptr; block = block->idle.next) {
+        if (fits(*block, size, alignment) && block->idle.stamp <= stamp) {
+          if (best == nullptr || block->size < best->size) best = block;
+          if (best->size == size || ++looked_at == kLooks) break;
+        }
+      }
+      if (best != nullptr) return best;
+    }
+    return nullptr;
+  }
+
+  // Calls visit(block) for every block; visit may remove that block.
+  template <class Visit>
+  void for_each(Visit visit) const noexcept {
+    for (unsigned bin = next_used(0); bin < kBins; bin = next_used(bin + 1)) {
+      for (Block* block = heads_[bin]; block != nullptr;) {
+        Block* next = block->idle.next;
+        visit(block);
+        block = next;
+      }
+    }
+  }
+
+  // Bytes to skip at the start of `block` to reach the alignment.
+  static std::uint64_t lead(const Block& block, std::uint64_t alignment) noexcept {
+    const std::uint64_t at = block.address.load(std::memory_order_relaxed);
+    return round_up(at, alignment) - at;
+  }
+  static bool fits(const Block& block, std::uint64_t size, std::uint64_t alignment) noexcept {
+    return block.size >= size && block.size - size >= lead(block, alignment);
+  }
+
+ private:
+  static constexpr unsigned kColumnBits = 5;
+  static constexpr unsigned kColumns = 1u << kColumnBits;
+  static constexpr unsigned kRows = 36;  // up to 2^40 units of 512 bytes
+  static constexpr unsigned kBins = kRows * kColumns;
+  static constexpr int kLooks = 8;
+
+  // Sizes below 32 units have a bin each; above, the bin's first five bits after the leading one name the column.
+  static unsigned bin_of(std::uint64_t size) noexcept {
+    const std::uint64_t units = size / kUnit;
+    if (units < kColumns) return static_cast<unsigned>(units);
+    const auto shift = static_cast<unsigned>(std::bit_width(units)) - 1 - kColumnBits;
+    return (shift + 1) * kColumns + static_cast<unsigned>(units >> shift) - kColumns;
+  }
+
+  unsigned next_used(unsigned bin) const noexcept {
+    unsigned row = bin / kColumns;
+    if (row >= kRows) return kBins;
+    const std::uint32_t here = columns_[row] >> (bin % kColumns);
+    if (here != 0) return bin + static_cast<unsigned>(std::countr_zero(here));
+    const std::uint64_t rows = row + 1 < 64 ? rows_ >> (row + 1) : 0;
+    if (rows == 0) return kBins;
+    row += 1 + static_cast<unsigned>(std::countr_zero(rows));
+    return row * kColumns + static_cast<unsigned>(std::countr_zero(columns_[row]));
+  }
+
+  std::uint64_t rows_ = 0;
+  std::array<std::uint32_t, kRows> columns_{};
+  std::array<Block*, kBins> heads_{};
+};
+
+}  // namespace cushion

@@ -1,0 +1,838 @@
+#include "core/context.h"
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
+#include "core/log.h"
+#include "core/thread.h"
+
+namespace cushion {
+namespace {
+
+constexpr std::uint64_t kAnyStamp = ~std::uint64_t{0};
+constexpr std::size_t kMostEvented = 1024;
+constexpr unsigned char kJunk = 0xFF;  // NaN as a float or a double, -1 as an integer
+
+// Errors that say "not while a capture is open": the call touched nothing else.
+bool is_capture_error(CUresult r) noexcept {
+  return r >= CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED && r <= CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD;
+}
+
+}  // namespace
+
+Context::Context(Shared& shared, CUcontext handle, CUdevice device, std::uint64_t device_bytes, bool primary)
+    : shared_(shared),
+      handle_(handle),
+      device_(device),
+      device_bytes_(device_bytes),
+      primary_(primary),
+      pool_(shared.map, this) {
+  clean_ = pool_.make_heap(Order::clean);
+  pending_ = pool_.make_heap(Order::pending);
+}
+
+bool Context::note(CUresult result) noexcept {
+  if (is_sticky(result)) broken_.store(static_cast<int>(result), std::memory_order_relaxed);
+  return result == CUDA_SUCCESS;
+}
+
+bool Context::context_fences() const noexcept {
+  return driver().cuCtxRecordEvent != nullptr && !shared_.green_contexts.load(std::memory_order_relaxed);
+}
+
+// ---- heaps -------------------------------------------------------------------------------------------------------
+
+Heap* Context::find_heap(std::uint64_t stream_id) noexcept {
+  const auto found = stream_heaps_.find(stream_id);
+  return found == stream_heaps_.end() ? nullptr : found->second;
+}
+
+Heap* Context::heap_of(const StreamIdentity& stream) {
+  if (Heap* heap = find_heap(stream.id)) return heap;
+  Heap* heap = pool_.make_heap(Order::stream);
+  heap->stream_id = stream.id;
+  heap->stream = stream.handle;
+  heap->owner_thread = stream.owner_thread;
+  stream_heaps_.emplace(stream.id, heap);
+  shared_.stream_heaps.fetch_add(1, std::memory_order_relaxed);
+  return heap;
+}
+
+std::uint64_t Context::newest_free() const noexcept {
+  std::uint64_t newest = 0;
+  for (const Heap* heap : pool_.heaps()) {
+    if (heap != nullptr && heap->order != Order::clean && !heap->bins.empty()) newest = std::max(newest, heap->newest);
+  }
+  return newest;
+}
+
+void Context::clean_up() noexcept {
+  const std::uint64_t through = fences_.clean_through();
+  for (Evented& e : evented_) {
+    if (e.serial == 0 || e.being_queried || e.block->idle.stamp > through) continue;
+    pool_.settle_evented(e.block, *clean_);
+    e.event.release();
+    e.block = nullptr;
+  }
+  std::erase_if(evented_, [](const Evented& e) { return e.block == nullptr; });
+  for (Heap* heap : pool_.heaps()) {
+    if (heap == nullptr || heap->order == Order::clean) continue;
+    heap->bins.for_each([&](Block* block) {
+      if (block->idle.stamp <= through) pool_.move(block, *clean_);
+    });
+    const bool held_beside = std::any_of(evented_.begin(), evented_.end(), [&](const Evented& e) { return e.serial == heap->serial; });
+    if (heap->retired && heap->bins.empty() && heap->queries == 0 && !held_beside) pool_.drop(heap);
+  }
+}
+
+// ---- allocation --------------------------------------------------------------------------------------------------
+
+Block* Context::try_take(const Need& need, const Request& request) {
+  Block* block = nullptr;
+  Heap* own = clean_;
+  if (request.stream != nullptr) {
+    own = heap_of(*request.stream);
+    block = pool_.take(*own, need.size, need.alignment, kAnyStamp);
+  }
+  if (block == nullptr) block = pool_.take(*clean_, need.size, need.alignment, kAnyStamp);
+  if (block == nullptr && own != clean_) {
+    for (const Heap::Before& earlier : own->before) {
+      for (Heap* heap : pool_.heaps()) {
+        if (heap != nullptr && heap->serial == earlier.serial) {
+          block = pool_.take(*heap, need.size, need.alignment, earlier.stamp);
+        }
+      }
+      if (block != nullptr) break;
+    }
+  }
+  if (block == nullptr && own != clean_) {
+    for (Evented& e : evented_) {  // its own, freed under pressure: no wait is needed
+      if (e.serial != own->serial || e.being_queried || !Bins::fits(*e.block, need.size, need.alignment) ||
+          Bins::lead(*e.block, need.alignment) != 0) {
+        continue;
+      }
+      block = e.block;
+      const std::uint64_t freed = block->idle.stamp;
+      pool_.take_evented(block);
+      pool_.trim(block, need.size, *own, freed);
+      e.event.release();
+      evented_.erase(evented_.begin() + (&e - evented_.data()));
+      break;
+    }
+  }
+  if (block != nullptr) hand_out(*block, request);
+  return block;
+}
+
+void Context::hand_out(Block& block, const Request& request) noexcept {
+  block.api = request.api;
+  block.live.requested = request.bytes;
+  block.live.stream = request.stream != nullptr ? static_cast<std::uint32_t>(request.stream->id) : 0;
+  if (options().track != TrackLevel::off) {
+    block.live.time = ticks();
+    block.live.thread = static_cast<std::uint32_t>(thread_id());
+  }
+  usage().requested.add(request.bytes);
+  usage().handed_out.add(block.size);
+}
+
+void Context::account_free(const Block& block) noexcept {
+  usage().requested.subtract(block.live.requested);
+  usage().handed_out.subtract(block.size);
+  count(shared_.counters.frees_served);
+}
+
+bool Context::allocate(const Request& request, CUdeviceptr* out, bool& exhausted) noexcept {
+  exhausted = false;
+  if (closing_.load(std::memory_order_relaxed) != 0 || broken() != CUDA_SUCCESS || request.bytes > device_bytes_) return false;
+  const bool big = request.bytes > kBigRequest;
+  const Need need{round_up(request.bytes, big ? kBigAlignment : kUnit), big ? kBigAlignment : kUnit};
+  try {
+    Block* block = nullptr;
+    {
+      std::lock_guard lock(mutex_);
+      block = try_take(need, request);
+    }
+    if (block == nullptr) block = search(need, request, exhausted);
+    if (block == nullptr) return false;
+    *out = block->address.load(std::memory_order_relaxed);
+    if (options().init != InitMode::none) fill(*block, request);
+  } catch (...) {  // no host memory: the driver may still have what is needed
+    return false;
+  }
+  count(shared_.counters.served[static_cast<int>(request.api)]);
+  return true;
+}
+
+Block* Context::search(const Need& need, const Request& request, bool& exhausted) {
+  poll();
+  {
+    std::lock_guard lock(mutex_);
+    if (Block* block = try_take(need, request)) return block;
+  }
+  bool over_max = false;
+  if (Block* block = grow(need, request, false, over_max)) return block;
+  if (request.stream != nullptr) {
+    if (Block* block = steal(need, request)) return block;
+  }
+  if (over_max || broken() != CUDA_SUCCESS) return nullptr;
+
+  // Out of memory. Wait for freed blocks only where they could help, and never while a capture is open.
+  std::size_t driver_free = 0;
+  std::size_t total = 0;
+  {
+    CurrentContext current(driver(), handle_);
+    driver().call(driver().cuMemGetInfo_v2, &driver_free, &total);
+  }
+  std::uint64_t pool_free = 0;
+  bool unclean = false;
+  {
+    std::lock_guard lock(mutex_);
+    pool_free = pool_.free_bytes();
+    unclean = newest_free() != 0 || !evented_.empty();
+  }
+  if (need.size <= pool_free + driver_free) {
+    if (unclean && !shared_.gate.may_be_open() && options().oom_wait.ns != 0) {
+      count(shared_.counters.memory_waits);
+      if (Block* block = wait_for_blocks(need, request)) return block;
+    }
+    if (release_unused(0) != 0) {
+      if (Block* block = grow(need, request, true, over_max)) return block;
+    }
+    std::lock_guard lock(mutex_);
+    if (Block* block = try_take(need, request)) return block;
+  }
+  exhausted = true;
+  count(shared_.counters.out_of_memory);
+  log::warn("out of memory on device {}: {} bytes asked; the pool holds {} bytes, {} of them free, largest hole {}; the driver has {} of {} free",
+            device_, request.bytes, held(), pool_free, largest_hole(), driver_free, total);
+  return nullptr;
+}
+
+std::uint64_t Context::held() noexcept {
+  std::lock_guard lock(mutex_);
+  return pool_.held();
+}
+std::uint64_t Context::largest_hole() noexcept {
+  std::lock_guard lock(mutex_);
+  return pool_.largest_free();
+}
+
+Block* Context::wait_for_blocks(const Need& need, const Request& request) {
+  const std::uint64_t start = ticks();
+  const std::uint64_t deadline = monotonic_ns() + options().oom_wait.ns;
+  auto pause = std::chrono::microseconds(20);
+  Block* block = nullptr;
+  while (block == nullptr && monotonic_ns() < deadline && broken() == CUDA_SUCCESS) {
+    std::this_thread::sleep_for(pause);
+    pause = std::min(pause * 2, std::chrono::microseconds(1000));
+    poll();
+    std::lock_guard lock(mutex_);
+    block = try_take(need, request);
+    if (newest_free() == 0 && evented_.empty()) break;  // nothing left to wait for
+  }
+  count(shared_.counters.wait_ticks, ticks() - start);
+  return block;
+}
+
+Block* Context::grow(const Need& need, const Request& request, bool exact, bool& over_max) {
+  constexpr std::uint64_t kPage = AddressMap::kPage;
+  const std::uint64_t least = round_up(need.size, kPage);
+  std::uint64_t want = least;
+  std::uint64_t generation = 0;
+  {
+    std::lock_guard lock(mutex_);
+    generation = events_.generation();
+    const std::uint64_t most = options().max_size.of(device_bytes_);
+    const std::uint64_t have = pool_.held() + promised_;
+    const std::uint64_t room = most > have ? most - have : 0;
+    if (least > room) {
+      over_max = true;
+      pressure_ = true;
+      return nullptr;
+    }
+    if (!exact && growing_ == 0) {
+      // An eighth of what is held: geometric, and at most an eighth too much.
+      const std::uint64_t floor = options().segment_size.of(device_bytes_);
+      std::uint64_t target = std::max(floor, std::min(pool_.held() / 8, options().growth_max.of(device_bytes_)));
+      if (!initial_done_) target = std::max(target, options().initial_size.of(device_bytes_));
+      want = std::max(least, std::min(round_up(target, kPage), room / kPage * kPage));
+    }
+    initial_done_ = true;
+    promised_ += want;
+    ++growing_;
+  }
+  CUdeviceptr address = 0;
+  CUresult result = CUDA_SUCCESS;
+  const std::uint64_t promised = want;
+  {
+    RelaxedCaptureMode relaxed(driver());
+    CurrentContext current(driver(), handle_);
+    if (want > least) {  // speculative: leaves the rest of the device to others (contract §6)
+      std::size_t idle = 0;
+      std::size_t total = 0;
+      const std::uint64_t reserve = std::max(device_bytes_ / 50, std::uint64_t{512} << 20);
+      if (!note(driver().call(driver().cuMemGetInfo_v2, &idle, &total)) || idle < want + reserve) want = least;
+    }
+    result = driver().call(driver().cuMemAlloc_v2, &address, static_cast<std::size_t>(want));
+    if (result == CUDA_ERROR_OUT_OF_MEMORY && want > least) {
+      want = least;
+      result = driver().call(driver().cuMemAlloc_v2, &address, static_cast<std::size_t>(want));
+    }
+    note(result);
+  }
+  Block* block = nullptr;
+  bool added = false;
+  {
+    std::lock_guard lock(mutex_);
+    if (generation == events_.generation()) {
+      promised_ -= promised;
+      --growing_;
+      if (result != CUDA_SUCCESS) {
+        pressure_ = true;
+        return nullptr;
+      }
+      added = address % kPage == 0 && pool_.add(address, want, *clean_);
+      if (added) {
+        pressure_ = false;
+        usage().held.add(want);
+        count(shared_.counters.grows);
+        block = try_take(need, request);
+      }
+    }
+  }
+  if (added) {
+    log::debug("device {}: segment of {} bytes at {:#x}", device_, want, address);
+  } else if (result == CUDA_SUCCESS) {  // the context was reset meanwhile, or the host is out of memory
+    driver().call(driver().cuMemFree_v2, address);
+  }
+  return block;
+}
+
+Block* Context::steal(const Need& need, const Request& request) {
+  Evented chosen{};
+  std::uint64_t generation = 0;
+  {
+    std::lock_guard lock(mutex_);
+    const auto usable = std::find_if(evented_.begin(), evented_.end(), [&](const Evented& e) {
+      return e.serial != 0 && !e.being_queried && e.block->size >= need.size && Bins::lead(*e.block, need.alignment) == 0;
+    });
+    if (usable == evented_.end()) return nullptr;
+    usable->being_queried = true;
+    chosen = *usable;
+    generation = events_.generation();
+  }
+  CUresult result = CUDA_SUCCESS;
+  {
+    RelaxedCaptureMode relaxed(driver());
+    CurrentContext current(driver(), handle_);
+    result = driver().call(driver().cuStreamWaitEvent, request.stream->handle, chosen.event.event, 0u);
+  }
+  std::lock_guard lock(mutex_);
+  if (generation != events_.generation()) return nullptr;
+  const auto at = std::find_if(evented_.begin(), evented_.end(), [&](const Evented& e) { return e.block == chosen.block; });
+  if (!note(result)) {
+    at->being_queried = false;
+    return nullptr;
+  }
+  evented_.erase(at);
+  chosen.event.release();  // the wait took the event's state at the call: it may be recorded again
+  count(shared_.counters.stream_waits);
+  Heap* heap = heap_of(*request.stream);
+  pool_.take_evented(chosen.block);
+  pool_.trim(chosen.block, need.size, *heap, fences_.next_stamp());
+  hand_out(*chosen.block, request);
+  return chosen.block;
+}
+
+void Context::fill(const Block& block, const Request& request) noexcept {
+  const unsigned char value = options().init == InitMode::zero ? 0 : kJunk;
+  const CUdeviceptr address = block.address.load(std::memory_order_relaxed);
+  RelaxedCaptureMode relaxed(driver());
+  CurrentContext current(driver(), handle_);
+  if (request.stream != nullptr) {
+    note(driver().call(driver().cuMemsetD8Async, address, value, static_cast<std::size_t>(request.bytes), request.stream->handle));
+    return;
+  }
+  // cudaMalloc has no stream: an own one, non-blocking, so that nothing of the program is waited for.
+  CUstream stream = fill_stream_.load(std::memory_order_acquire);
+  if (stream == nullptr) {
+    if (!note(driver().call(driver().cuStreamCreate, &stream, static_cast<unsigned>(CU_STREAM_NON_BLOCKING)))) return;
+    CUstream first = nullptr;
+    if (!fill_stream_.compare_exchange_strong(first, stream, std::memory_order_acq_rel)) stream = first;
+  }
+  note(driver().call(driver().cuMemsetD8Async, address, value, static_cast<std::size_t>(request.bytes), stream));
+  note(driver().call(driver().cuStreamSynchronize, stream));
+}
+
+// ---- free --------------------------------------------------------------------------------------------------------
+
+CUresult Context::free(Block* block, std::uint64_t address) noexcept try {
+  std::uint64_t stamp = 0;
+  std::uint64_t generation = 0;
+  {
+    std::lock_guard lock(mutex_);
+    if (!is_live(block, address)) return CUDA_ERROR_INVALID_VALUE;
+    if (broken() != CUDA_SUCCESS) return broken();
+    // Natively cudaFree of a stream-ordered block does not wait. Deferred frees need context fences to come back.
+    const bool deferred = options().free == FreeMode::deferred && context_fences();
+    if (block->api == Api::malloc_async || deferred) {
+      account_free(*block);
+      pool_.give(block, *pending_, fences_.next_stamp());
+      return CUDA_SUCCESS;
+    }
+    block->state.store(BlockState::freeing, std::memory_order_relaxed);
+    stamp = fences_.stamp();
+    generation = events_.generation();
+  }
+  const CUresult result = wait_for_context();
+  const bool everyone = result == CUDA_SUCCESS && (!shared_.peers.load(std::memory_order_relaxed) || peers_idle());
+  std::lock_guard lock(mutex_);
+  if (generation != events_.generation()) return result;  // reset meanwhile: the block is gone
+  if (result != CUDA_SUCCESS) {
+    block->state.store(BlockState::live, std::memory_order_relaxed);
+    return result;
+  }
+  account_free(*block);
+  if (everyone) {
+    fences_.completed(stamp);
+    pool_.give(block, *clean_, stamp);
+  } else {
+    pool_.give(block, *pending_, fences_.next_stamp());
+  }
+  return CUDA_SUCCESS;
+} catch (...) {
+  return CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+CUresult Context::free_async(Block* block, std::uint64_t address, const StreamIdentity& stream, Context& stream_context) noexcept try {
+  if (shared_.gate.capturing(driver(), stream.handle)) return CUDA_ERROR_INVALID_VALUE;  // as natively (contract §4)
+  const bool foreign = &stream_context != this;
+  std::uint64_t generation = 0;
+  {
+    std::lock_guard lock(mutex_);
+    if (!is_live(block, address)) return CUDA_ERROR_INVALID_VALUE;
+    if (broken() != CUDA_SUCCESS) return broken();
+    if (!foreign && !(pressure_ && evented_.size() < kMostEvented)) {
+      account_free(*block);
+      pool_.give(block, *heap_of(stream), fences_.next_stamp());
+      return CUDA_SUCCESS;
+    }
+    block->state.store(BlockState::freeing, std::memory_order_relaxed);
+    generation = events_.generation();
+  }
+  // Freed under pressure, or on another context's stream: an event inside the free says when it is over.
+  FenceEvent event{&stream_context.events_, stream_context.events_.generation(), nullptr};
+  CUresult result = CUDA_ERROR_NOT_SUPPORTED;
+  {
+    RelaxedCaptureMode relaxed(driver());
+    CurrentContext current(driver(), stream_context.handle_);
+    event.event = event.pool->take(driver(), stream_context.handle_);
+    if (event.event != nullptr && shared_.gate.enter()) {
+      result = driver().call(driver().cuEventRecord, event.event, stream.handle);
+      shared_.gate.leave();
+    }
+  }
+  std::lock_guard lock(mutex_);
+  if (generation != events_.generation()) return CUDA_SUCCESS;
+  if (result == CUDA_SUCCESS) {
+    Heap* heap = foreign ? pending_ : heap_of(stream);
+    evented_.push_back({block, event, foreign ? 0 : heap->serial, false});
+    account_free(*block);
+    pool_.give_evented(block, *heap, foreign ? 0 : fences_.next_stamp());
+    return CUDA_SUCCESS;
+  }
+  if (event.event != nullptr) event.release();
+  if (!foreign) {
+    account_free(*block);
+    pool_.give(block, *heap_of(stream), fences_.next_stamp());
+    return CUDA_SUCCESS;
+  }
+  block->state.store(BlockState::live, std::memory_order_relaxed);
+  return note(result) ? CUDA_ERROR_INVALID_VALUE : result;
+} catch (...) {
+  return CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+// ---- fences ------------------------------------------------------------------------------------------------------
+
+CUresult Context::wait_for_context() noexcept {
+  RelaxedCaptureMode relaxed(driver());
+  if (context_fences()) {
+    FenceEvent fence{&events_, events_.generation(), events_.take(driver(), handle_)};
+    if (fence.event != nullptr) {
+      CUresult result = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+      if (shared_.gate.enter()) {
+        result = driver().call(driver().cuCtxRecordEvent, handle_, fence.event);
+        shared_.gate.leave();
+        if (result == CUDA_SUCCESS) {
+          result = driver().call(driver().cuEventQuery, fence.event);
+          if (result == CUDA_ERROR_NOT_READY) {
+            const std::uint64_t start = ticks();
+            result = driver().call(driver().cuEventSynchronize, fence.event);
+            count(shared_.counters.free_waits);
+            count(shared_.counters.wait_ticks, ticks() - start);
+          }
+          fence.release();
+          note(result);
+          return result;
+        }
+      }
+      fence.release();
+      if (!is_capture_error(result)) {
+        note(result);
+        return result;
+      }
+    }
+  }
+  return native_wait();
+}
+
+CUresult Context::native_wait() noexcept {
+  RelaxedCaptureMode relaxed(driver());
+  CurrentContext current(driver(), handle_);
+  CUdeviceptr spare = 0;
+  CUresult result = driver().call(driver().cuMemAlloc_v2, &spare, std::size_t{1});
+  if (result == CUDA_SUCCESS) {
+    const std::uint64_t start = ticks();
+    result = driver().call(driver().cuMemFree_v2, spare);
+    count(shared_.counters.free_waits);
+    count(shared_.counters.wait_ticks, ticks() - start);
+  }
+  note(result);
+  return result;
+}
+
+bool Context::record_fence(Fence& fence) {
+  if (!context_fences() || closing_.load(std::memory_order_relaxed) != 0) return false;
+  bool complete = true;
+  const auto record = [&](Context& context) {
+    FenceEvent event{&context.events_, context.events_.generation(), context.events_.take(driver(), context.handle_)};
+    if (event.event == nullptr) {
+      complete = false;
+      return;
+    }
+    fence.events.push_back(event);
+    if (!shared_.gate.enter()) {
+      complete = false;
+      return;
+    }
+    const CUresult result = driver().call(driver().cuCtxRecordEvent, context.handle_, event.event);
+    shared_.gate.leave();
+    complete = complete && context.note(result);
+  };
+  record(*this);
+  if (complete && shared_.peers.load(std::memory_order_relaxed)) {
+    shared_.for_each_context([&](Context& other) {
+      if (&other != this && other.closing_.load(std::memory_order_relaxed) == 0) record(other);
+    });
+  }
+  if (!complete) {
+    for (FenceEvent& event : fence.events) event.release();
+    fence.events.clear();
+  }
+  return complete;
+}
+
+bool Context::is_complete(const std::vector<FenceEvent>& events) noexcept {
+  return std::all_of(events.begin(), events.end(), [&](const FenceEvent& e) {
+    const CUresult result = e.query(driver());
+    if (is_sticky(result)) note(result);
+    return result == CUDA_SUCCESS;
+  });
+}
+
+bool Context::peers_idle() {
+  Fence fence;
+  RelaxedCaptureMode relaxed(driver());
+  if (!record_fence(fence)) return false;
+  const bool idle = is_complete(fence.events);
+  for (FenceEvent& event : fence.events) event.release();
+  return idle;
+}
+
+void Context::poll() {
+  RelaxedCaptureMode relaxed(driver());
+  if (!context_fences()) poll_streams();
+  Fence fresh;
+  std::uint64_t generation = 0;
+  bool wanted = false;
+  {
+    std::lock_guard lock(mutex_);
+    generation = events_.generation();
+    wanted = fences_.wants_fence(newest_free());
+    fresh.stamp = fences_.stamp();
+  }
+  if (wanted && record_fence(fresh)) {
+    std::lock_guard lock(mutex_);
+    if (generation != events_.generation()) return;
+    fences_.add(std::move(fresh));
+  }
+  for (bool complete = true; complete;) {
+    std::uint64_t id = 0;
+    std::vector<FenceEvent> events;
+    {
+      std::lock_guard lock(mutex_);
+      Fence* fence = generation == events_.generation() ? fences_.claim() : nullptr;
+      if (fence == nullptr) break;
+      id = fence->id;
+      events = fence->events;
+    }
+    complete = is_complete(events);
+    std::lock_guard lock(mutex_);
+    if (generation != events_.generation()) return;
+    for (FenceEvent& event : fences_.finish(id, complete)) event.release();
+  }
+  poll_evented();
+  std::lock_guard lock(mutex_);
+  clean_up();
+}
+
+void Context::poll_evented() {
+  constexpr std::size_t kAtOnce = 64;
+  std::vector<Evented> asked;
+  std::uint64_t generation = 0;
+  {
+    std::lock_guard lock(mutex_);
+    generation = events_.generation();
+    for (Evented& e : evented_) {
+      if (e.being_queried || asked.size() == kAtOnce) continue;
+      asked.push_back(e);
+      e.being_queried = true;
+    }
+  }
+  if (asked.empty()) return;
+  for (Evented& e : asked) e.being_queried = !is_complete({e.event});  // from here: still busy
+  std::lock_guard lock(mutex_);
+  if (generation != events_.generation()) return;
+  for (const Evented& e : asked) {
+    const auto at = std::find_if(evented_.begin(), evented_.end(), [&](const Evented& other) { return other.block == e.block; });
+    at->being_queried = false;
+    if (e.being_queried) continue;
+    pool_.settle_evented(at->block, *clean_);
+    at->event.release();
+    evented_.erase(at);
+  }
+}
+
+void Context::poll_streams() {
+  // Without context fences a stream is asked itself: idle now means that every free on it so far is complete. A query
+  // makes no dependency, on the legacy stream neither. With peers, or while a capture is open, nothing is asked.
+  if (shared_.peers.load(std::memory_order_relaxed) || shared_.gate.may_be_open()) return;
+  struct Asked {
+    std::uint64_t serial;
+    CUstream stream;
+    CUevent farewell;
+    std::uint64_t stamp;
+    bool idle;
+  };
+  std::vector<Asked> asked;
+  std::uint64_t generation = 0;
+  {
+    std::lock_guard lock(mutex_);
+    generation = events_.generation();
+    for (Heap* heap : pool_.heaps()) {
+      if (heap == nullptr || heap->order != Order::stream || heap->bins.empty()) continue;
+      if (heap->retired ? heap->farewell == nullptr : heap->owner_thread != 0 && heap->owner_thread != thread_id()) continue;
+      asked.push_back({heap->serial, heap->stream, heap->farewell, fences_.stamp(), false});
+      ++heap->queries;
+    }
+  }
+  for (Asked& a : asked) {
+    CurrentContext current(driver(), handle_);
+    const CUresult result = a.farewell != nullptr ? driver().call(driver().cuEventQuery, a.farewell)
+                                                  : driver().call(driver().cuStreamQuery, a.stream);
+    a.idle = result == CUDA_SUCCESS;
+    if (is_sticky(result)) note(result);
+  }
+  std::lock_guard lock(mutex_);
+  if (generation != events_.generation()) return;
+  for (const Asked& a : asked) {
+    for (Heap* heap : pool_.heaps()) {
+      if (heap == nullptr || heap->serial != a.serial) continue;
+      --heap->queries;
+      if (!a.idle) continue;
+      heap->bins.for_each([&](Block* block) {
+        if (block->idle.stamp <= a.stamp) pool_.move(block, *clean_);
+      });
+      if (heap->farewell != nullptr) {
+        events_.put(heap->farewell, generation);
+        heap->farewell = nullptr;
+      }
+    }
+  }
+}
+
+// ---- what the program's own calls tell ---------------------------------------------------------------------------
+
+Context::Position Context::position(std::uint64_t stream_id) {
+  std::lock_guard lock(mutex_);
+  const Heap* heap = find_heap(stream_id);
+  if (heap == nullptr) return {};
+  return {heap->serial, fences_.stamp(), events_.generation(), heap->before};
+}
+
+void Context::order_after(const StreamIdentity& stream, const Position& position) {
+  std::lock_guard lock(mutex_);
+  if (position.generation != events_.generation()) return;
+  Heap* heap = heap_of(stream);
+  constexpr std::size_t kMany = 32;
+  if (heap->before.size() > kMany) {
+    std::erase_if(heap->before, [&](const Heap::Before& b) { return b.stamp <= fences_.clean_through(); });
+  }
+  heap->order_after({position.serial, position.stamp});
+  for (const Heap::Before& earlier : position.before) heap->order_after(earlier);
+}
+
+void Context::synchronized(std::uint64_t stamp, std::uint64_t generation) {
+  const std::uint64_t keep = options().release_threshold.of(device_bytes_);
+  {
+    std::lock_guard lock(mutex_);
+    if (generation != events_.generation() || shared_.peers.load(std::memory_order_relaxed)) return;
+    fences_.completed(stamp);
+    if (keep >= pool_.held()) return;
+    clean_up();
+    if (pool_.unused() <= keep) return;
+  }
+  release_unused(keep);
+}
+
+void Context::stream_going(const StreamIdentity& stream) {
+  std::uint64_t generation = 0;
+  std::uint64_t serial = 0;
+  bool farewell_wanted = false;
+  for (;;) {
+    std::unique_lock lock(mutex_);
+    Heap* heap = find_heap(stream.id);
+    if (heap == nullptr) return;
+    if (heap->queries == 0) {
+      heap->retired = true;
+      stream_heaps_.erase(stream.id);
+      shared_.stream_heaps.fetch_sub(1, std::memory_order_relaxed);
+      serial = heap->serial;
+      generation = events_.generation();
+      farewell_wanted = !context_fences() && !heap->bins.empty();
+      break;
+    }
+    lock.unlock();
+    std::this_thread::yield();  // somebody asks the stream just now: it must not vanish under the question
+  }
+  if (!farewell_wanted || shared_.gate.capturing(driver(), stream.handle)) return;
+  RelaxedCaptureMode relaxed(driver());
+  CUevent event = events_.take(driver(), handle_);
+  CurrentContext current(driver(), handle_);
+  if (event == nullptr || !note(driver().call(driver().cuEventRecord, event, stream.handle))) return;
+  std::lock_guard lock(mutex_);
+  if (generation != events_.generation()) return;
+  for (Heap* heap : pool_.heaps()) {
+    if (heap != nullptr && heap->serial == serial) heap->farewell = event;
+  }
+}
+
+void Context::discard() {
+  std::lock_guard lock(mutex_);
+  events_.discard();
+  pool_.for_each_live([&](const Block& block) {
+    count(shared_.counters.reset_blocks);
+    count(shared_.counters.reset_bytes, block.live.requested);
+    usage().requested.subtract(block.live.requested);
+    usage().handed_out.subtract(block.size);
+  });
+  usage().held.subtract(pool_.held());
+  evented_.clear();
+  shared_.stream_heaps.fetch_sub(static_cast<int>(stream_heaps_.size()), std::memory_order_relaxed);
+  stream_heaps_.clear();
+  pool_.abandon();
+  fences_.abandon();
+  clean_ = pool_.make_heap(Order::clean);
+  pending_ = pool_.make_heap(Order::pending);
+  promised_ = 0;
+  growing_ = 0;
+  initial_done_ = false;
+  pressure_ = false;
+  broken_.store(0, std::memory_order_relaxed);
+  fill_stream_.store(nullptr, std::memory_order_relaxed);
+  alive_.store(false, std::memory_order_release);
+  shared_.handle_epoch.fetch_add(1, std::memory_order_release);
+}
+
+// ---- giving memory back ------------------------------------------------------------------------------------------
+
+std::uint64_t Context::release_unused(std::uint64_t keep) {
+  // The real cuMemFree waits for the context: only where a fresh fence says that there is nothing to wait for, so that
+  // a kernel that runs for ever cannot hang us (contract §6). Older drivers have no such fence and wait.
+  if (shared_.gate.may_be_open() || closing_.load(std::memory_order_relaxed) != 0) return 0;
+  RelaxedCaptureMode relaxed(driver());
+  Fence fence;
+  std::uint64_t generation = 0;
+  {
+    std::lock_guard lock(mutex_);
+    if (pool_.free_bytes() == 0) return 0;
+    generation = events_.generation();
+    fence.stamp = fences_.stamp();
+  }
+  if (context_fences()) {
+    if (!record_fence(fence)) return 0;
+    const bool idle = is_complete(fence.events);
+    for (FenceEvent& event : fence.events) event.release();
+    if (!idle) return 0;
+  } else {
+    poll_streams();
+  }
+  std::vector<CUdeviceptr> back;
+  std::uint64_t bytes = 0;
+  {
+    std::lock_guard lock(mutex_);
+    if (generation != events_.generation()) return 0;
+    if (context_fences()) fences_.completed(fence.stamp);
+    clean_up();
+    for (Segment* segment = pool_.segments(); segment != nullptr && pool_.unused() > keep;) {
+      Segment* next = segment->next;
+      const Block* block = Pool::wholly_free(*segment);
+      if (block != nullptr && block->heap == clean_->index) {
+        back.push_back(segment->address());
+        bytes += segment->size();
+        pool_.remove(segment);
+      }
+      segment = next;
+    }
+    usage().held.subtract(bytes);
+    if (bytes != 0) pressure_ = false;
+  }
+  for (CUdeviceptr address : back) note(driver().call(driver().cuMemFree_v2, address));
+  count(shared_.counters.releases, back.size());
+  if (bytes != 0) log::debug("device {}: {} bytes in {} segments went back to the driver", device_, bytes, back.size());
+  return bytes;
+}
+
+std::uint64_t Context::relieve(std::uint64_t patience_ns) {
+  poll();
+  std::uint64_t released = release_unused(0);
+  const std::uint64_t deadline = monotonic_ns() + patience_ns;
+  const std::uint64_t start = ticks();
+  bool waited = false;
+  while (released == 0 && !shared_.gate.may_be_open() && broken() == CUDA_SUCCESS && monotonic_ns() < deadline) {
+    {
+      std::lock_guard lock(mutex_);
+      if (pool_.unused() == 0 && newest_free() == 0 && evented_.empty()) break;  // waiting would free nothing
+    }
+    waited = true;
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+    poll();
+    released = release_unused(0);
+  }
+  if (waited) {
+    count(shared_.counters.memory_waits);
+    count(shared_.counters.wait_ticks, ticks() - start);
+  }
+  return released;
+}
+
+std::uint64_t Context::unused() noexcept {
+  std::lock_guard lock(mutex_);
+  clean_up();
+  return pool_.unused();
+}
+
+}  // namespace cushion

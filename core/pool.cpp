@@ -1,0 +1,271 @@
+#include "core/pool.h"
+
+#include <algorithm>
+#include <atomic>
+
+namespace cushion {
+namespace {
+
+constinit std::atomic<std::uint64_t> g_heap_serial{0};
+
+std::uint64_t at(const Block& block) noexcept { return block.address.load(std::memory_order_relaxed); }
+BlockState state_of(const Block& block) noexcept { return block.state.load(std::memory_order_relaxed); }
+void set_state(Block& block, BlockState state) noexcept { block.state.store(state, std::memory_order_relaxed); }
+
+}  // namespace
+
+Heap* Pool::make_heap(Order order) {
+  Heap* heap = nullptr;
+  if (spare_heaps_.empty()) {
+    heaps_.push_back(nullptr);
+    heap = new Heap;
+    heap->index = static_cast<std::uint32_t>(heaps_.size() - 1);
+    spare_heaps_.reserve(heaps_.size());  // so that drop() never allocates
+  } else {
+    heap = spare_heaps_.back();
+    spare_heaps_.pop_back();
+    const std::uint32_t index = heap->index;
+    *heap = Heap{};
+    heap->index = index;
+  }
+  heap->order = order;
+  heap->serial = g_heap_serial.fetch_add(1, std::memory_order_relaxed) + 1;
+  heaps_[heap->index] = heap;
+  return heap;
+}
+
+void Pool::drop(Heap* heap) noexcept {
+  heaps_[heap->index] = nullptr;
+  heap->serial = 0;
+  spare_heaps_.push_back(heap);
+}
+
+Block* Pool::cut(Block* block, std::uint64_t size) noexcept {
+  Block* rest = blocks_.make();
+  if (rest == nullptr) return nullptr;
+  rest->address.store(at(*block) + size, std::memory_order_relaxed);
+  rest->size = block->size - size;
+  rest->lower = block;
+  rest->upper = block->upper;
+  if (rest->upper != nullptr) rest->upper->lower = rest;
+  block->upper = rest;
+  block->size = size;
+  return rest;
+}
+
+Block* Pool::take(Heap& heap, std::uint64_t size, std::uint64_t alignment, std::uint64_t stamp) noexcept {
+  Block* block = heap.bins.find(size, alignment, stamp);
+  if (block == nullptr) return nullptr;
+  const std::uint64_t freed = block->idle.stamp;
+  const bool whole = block->lower == nullptr && block->upper == nullptr;
+  heap.bins.remove(block);
+  const std::uint64_t had = block->size;
+  if (const std::uint64_t lead = Bins::lead(*block, alignment); lead != 0) {
+    Block* aligned = cut(block, lead);
+    block->idle.stamp = freed;
+    heap.bins.insert(block);
+    if (aligned == nullptr) return nullptr;
+    block = aligned;
+  }
+  if (block->size > size) {
+    if (Block* rest = cut(block, size); rest != nullptr) {
+      set_state(*rest, BlockState::free);
+      rest->heap = heap.index;
+      rest->idle.stamp = freed;
+      heap.bins.insert(rest);
+    }
+  }
+  block->heap = heap.index;
+  free_ -= block->size;
+  if (whole) unused_ -= had;
+  publish_live(block);
+  return block;
+}
+
+void Pool::publish_live(Block* block) noexcept {
+  set_state(*block, BlockState::live);
+  block->live = {};
+  segment_of(*block)->enter(at(*block), block);
+}
+
+void Pool::unpublish_live(Block* block) noexcept { segment_of(*block)->enter(at(*block), nullptr); }
+
+void Pool::put(Block* block, Heap& heap, std::uint64_t stamp) noexcept {
+  if (Block* upper = block->upper; free_in(upper, heap)) {
+    heap.bins.remove(upper);
+    stamp = std::max(stamp, upper->idle.stamp);
+    block->size += upper->size;
+    block->upper = upper->upper;
+    if (block->upper != nullptr) block->upper->lower = block;
+    set_state(*upper, BlockState::unused);
+    blocks_.recycle(upper);
+  }
+  if (Block* lower = block->lower; free_in(lower, heap)) {
+    heap.bins.remove(lower);
+    stamp = std::max(stamp, lower->idle.stamp);
+    lower->size += block->size;
+    lower->upper = block->upper;
+    if (lower->upper != nullptr) lower->upper->lower = lower;
+    set_state(*block, BlockState::unused);
+    blocks_.recycle(block);
+    block = lower;
+  }
+  set_state(*block, BlockState::free);
+  block->heap = heap.index;
+  block->idle.stamp = stamp;
+  heap.newest = std::max(heap.newest, stamp);
+  heap.bins.insert(block);
+  if (block->lower == nullptr && block->upper == nullptr) unused_ += block->size;
+}
+
+void Pool::give(Block* block, Heap& heap, std::uint64_t stamp) noexcept {
+  unpublish_live(block);
+  free_ += block->size;
+  put(block, heap, stamp);
+}
+
+void Pool::move(Block* block, Heap& to) noexcept {
+  heaps_[block->heap]->bins.remove(block);
+  if (block->lower == nullptr && block->upper == nullptr) unused_ -= block->size;
+  put(block, to, block->idle.stamp);
+}
+
+void Pool::give_evented(Block* block, Heap& heap, std::uint64_t stamp) noexcept {
+  unpublish_live(block);
+  free_ += block->size;
+  set_state(*block, BlockState::evented);
+  block->heap = heap.index;
+  block->idle = {nullptr, nullptr, stamp};
+  heap.newest = std::max(heap.newest, stamp);
+}
+
+void Pool::take_evented(Block* block) noexcept {
+  free_ -= block->size;
+  publish_live(block);
+}
+
+void Pool::settle_evented(Block* block, Heap& to) noexcept { put(block, to, block->idle.stamp); }
+
+void Pool::trim(Block* live, std::uint64_t size, Heap& rest_to, std::uint64_t stamp) noexcept {
+  if (live->size <= size) return;
+  if (Block* rest = cut(live, size); rest != nullptr) {
+    free_ += rest->size;
+    put(rest, rest_to, stamp);
+  }
+}
+
+bool Pool::add(std::uint64_t address, std::uint64_t size, Heap& heap) noexcept {
+  Segment* segment = spare_segments_;
+  if (segment != nullptr) {
+    spare_segments_ = segment->next;
+  } else {
+    segment = segment_records_.make();
+  }
+  Block* block = blocks_.make();
+  if (segment == nullptr || block == nullptr || !segment->open(context_, address, size)) return false;
+  block->address.store(address, std::memory_order_relaxed);
+  block->size = size;
+  segment->first = block;
+  segment->previous = nullptr;
+  segment->next = segments_;
+  if (!map_.set(address, size, segment)) return false;
+  if (segments_ != nullptr) segments_->previous = segment;
+  segments_ = segment;
+  held_ += size;
+  free_ += size;
+  put(block, heap, 0);
+  return true;
+}
+
+void Pool::remove(Segment* segment) noexcept {
+  map_.set(segment->address(), segment->size(), nullptr);
+  Block* block = segment->first;
+  heaps_[block->heap]->bins.remove(block);
+  held_ -= block->size;
+  free_ -= block->size;
+  unused_ -= block->size;
+  set_state(*block, BlockState::unused);
+  blocks_.recycle(block);
+  if (segment->previous != nullptr) {
+    segment->previous->next = segment->next;
+  } else {
+    segments_ = segment->next;
+  }
+  if (segment->next != nullptr) segment->next->previous = segment->previous;
+  segment->close();
+  segment->next = spare_segments_;
+  spare_segments_ = segment;
+}
+
+void Pool::abandon() noexcept {
+  while (segments_ != nullptr) {
+    Segment* segment = segments_;
+    segments_ = segment->next;
+    map_.set(segment->address(), segment->size(), nullptr);
+    for (Block* block = segment->first; block != nullptr;) {
+      Block* upper = block->upper;
+      set_state(*block, BlockState::unused);
+      blocks_.recycle(block);
+      block = upper;
+    }
+    segment->close();
+    segment->next = spare_segments_;
+    spare_segments_ = segment;
+  }
+  for (Heap*& heap : heaps_) {
+    if (heap != nullptr) {
+      heap->bins = Bins{};
+      heap->serial = 0;
+      spare_heaps_.push_back(heap);
+      heap = nullptr;
+    }
+  }
+  held_ = free_ = unused_ = 0;
+}
+
+std::uint64_t Pool::largest_free() const noexcept {
+  std::uint64_t largest = 0;
+  for (const Segment* s = segments_; s != nullptr; s = s->next) {
+    for (const Block* b = s->first; b != nullptr; b = b->upper) {
+      if (state_of(*b) == BlockState::free) largest = std::max(largest, b->size);
+    }
+  }
+  return largest;
+}
+
+bool Pool::valid() const noexcept {
+  std::uint64_t held = 0;
+  std::uint64_t idle = 0;
+  std::uint64_t unused = 0;
+  std::uint64_t binned = 0;
+  for (const Segment* s = segments_; s != nullptr; s = s->next) {
+    std::uint64_t expected = s->address();
+    const Block* lower = nullptr;
+    for (const Block* b = s->first; b != nullptr; lower = b, b = b->upper) {
+      if (at(*b) != expected || b->lower != lower || b->size == 0 || b->size % kUnit != 0) return false;
+      if (map_.find(at(*b)) != s) return false;
+      expected += b->size;
+      const BlockState state = state_of(*b);
+      const bool is_live = state == BlockState::live || state == BlockState::freeing;
+      if (s->block_at(at(*b)) != (is_live ? b : nullptr)) return false;
+      if (state == BlockState::unused) return false;
+      if (is_live) continue;
+      idle += b->size;
+      if (heaps_[b->heap] == nullptr || b->idle.stamp > heaps_[b->heap]->newest) return false;
+      if (state == BlockState::free) {
+        binned += b->size;
+        if (lower != nullptr && state_of(*lower) == BlockState::free && lower->heap == b->heap) return false;
+      }
+    }
+    if (expected != s->address() + s->size()) return false;
+    held += s->size();
+    if (wholly_free(*s) != nullptr) unused += s->size();
+  }
+  std::uint64_t in_bins = 0;
+  for (const Heap* heap : heaps_) {
+    if (heap != nullptr) heap->bins.for_each([&](const Block* b) { in_bins += b->heap == heap->index ? b->size : 0; });
+  }
+  return held == held_ && idle == free_ && unused == unused_ && in_bins == binned;
+}
+
+}  // namespace cushion

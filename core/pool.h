@@ -1,0 +1,101 @@
+// Pool: which bytes serve an allocation. The segments of one context, cut into blocks; free blocks lie in the bins
+// of their heap (heap.h). Best fit within size bins, split exactly, merge at once with free neighbours of the same
+// heap. Constant time: a take or a give is a few bit scans and list links, and no device memory is touched.
+//
+// The pool does not know what order means: it never moves a block to another heap unless told to. Not thread safe:
+// every function wants the context's lock held.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/address_map.h"
+#include "core/block.h"
+#include "core/heap.h"
+#include "core/segment.h"
+#include "core/slab.h"
+
+namespace cushion {
+
+class Pool {
+ public:
+  Pool(AddressMap& map, Context* context) noexcept : map_(map), context_(context) {}
+
+  // Heaps. A new heap's index stays its own until drop(); drop() wants it empty.
+  Heap* make_heap(Order order);
+  void drop(Heap* heap) noexcept;
+  Heap* heap(std::uint32_t index) const noexcept { return heaps_[index]; }
+  const std::vector<Heap*>& heaps() const noexcept { return heaps_; }  // entries may be null
+
+  // A block of `size` bytes (a multiple of kUnit) aligned to `alignment` out of `heap`, from what was freed no later
+  // than `stamp`; null if it has none. It is live and in the address map.
+  Block* take(Heap& heap, std::uint64_t size, std::uint64_t alignment, std::uint64_t stamp) noexcept;
+  // Puts a block that the program gave back into `heap`, merging it with its free neighbours there.
+  void give(Block* block, Heap& heap, std::uint64_t stamp) noexcept;
+  // Moves a free block to another heap, merging there.
+  void move(Block* block, Heap& to) noexcept;
+
+  // Evented blocks lie beside the bins: free, unmerged, each with an event of its own elsewhere.
+  void give_evented(Block* block, Heap& heap, std::uint64_t stamp) noexcept;
+  void take_evented(Block* block) noexcept;                             // becomes live, whole
+  void settle_evented(Block* block, Heap& to) noexcept;                 // becomes an ordinary free block of `to`
+  void trim(Block* live, std::uint64_t size, Heap& rest_to, std::uint64_t stamp) noexcept;  // gives back the tail
+
+  // Segments. add() makes the whole range one free block of `heap`; false when the host is out of memory.
+  bool add(std::uint64_t address, std::uint64_t size, Heap& heap) noexcept;
+  // Takes a segment that is one free block out of the pool and the map; the range is then the caller's.
+  void remove(Segment* segment) noexcept;
+  // Takes out every segment, whatever is live in it: the context is gone.
+  void abandon() noexcept;
+  Segment* segments() const noexcept { return segments_; }
+  // The segment's one block if all of it is free, else null.
+  static Block* wholly_free(const Segment& segment) noexcept {
+    return segment.first->upper == nullptr && segment.first->state.load(std::memory_order_relaxed) == BlockState::free
+               ? segment.first
+               : nullptr;
+  }
+
+  std::uint64_t held() const noexcept { return held_; }        // bytes of all segments
+  std::uint64_t unused() const noexcept { return unused_; }    // bytes of segments wholly free, in whatever heap
+  std::uint64_t free_bytes() const noexcept { return free_; }  // bytes of free blocks, evented ones too
+  std::uint64_t largest_free() const noexcept;                 // walks the blocks: for diagnosis only
+
+  // Whether every invariant holds (block.h, heap.h, the sums above). For tests and debug builds: walks everything.
+  bool valid() const noexcept;
+
+  // Calls visit(const Block&) for each block in the program's hands.
+  template <class Visit>
+  void for_each_live(Visit visit) const noexcept {
+    for (const Segment* s = segments_; s != nullptr; s = s->next) {
+      for (const Block* b = s->first; b != nullptr; b = b->upper) {
+        const BlockState state = b->state.load(std::memory_order_relaxed);
+        if (state == BlockState::live || state == BlockState::freeing) visit(*b);
+      }
+    }
+  }
+
+ private:
+  bool free_in(const Block* block, const Heap& heap) const noexcept {
+    return block != nullptr && block->state.load(std::memory_order_relaxed) == BlockState::free &&
+           block->heap == heap.index;
+  }
+  Block* cut(Block* block, std::uint64_t size) noexcept;  // splits; returns the upper part, unlinked from any bin
+  void put(Block* block, Heap& heap, std::uint64_t stamp) noexcept;  // merges and inserts a block that is in no bin
+  void publish_live(Block* block) noexcept;
+  void unpublish_live(Block* block) noexcept;
+  Segment* segment_of(const Block& block) const noexcept { return map_.find(block.address.load(std::memory_order_relaxed)); }
+
+  AddressMap& map_;
+  Context* context_;
+  std::vector<Heap*> heaps_;
+  std::vector<Heap*> spare_heaps_;
+  Segment* segments_ = nullptr;
+  Segment* spare_segments_ = nullptr;
+  Slab<Block> blocks_;
+  Slab<Segment> segment_records_;
+  std::uint64_t held_ = 0;
+  std::uint64_t unused_ = 0;
+  std::uint64_t free_ = 0;
+};
+
+}  // namespace cushion

@@ -1,0 +1,463 @@
+#include "core/report.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <string_view>
+
+#include "core/log.h"
+#include "core/runtime.h"
+
+namespace cushion {
+namespace {
+
+constexpr char kPartial[] = ".partial";
+
+// Buffered output that never allocates. The first error sticks.
+class Out {
+ public:
+  explicit Out(int fd) noexcept : fd_(fd) {}
+
+  void raw(std::string_view text) noexcept {
+    for (; !text.empty();) {
+      const std::size_t n = std::min(text.size(), sizeof buffer_ - used_);
+      std::memcpy(buffer_ + used_, text.data(), n);
+      used_ += n;
+      text.remove_prefix(n);
+      if (used_ == sizeof buffer_) flush();
+    }
+  }
+  template <class... Args>
+  void print(fmt::string_view format, const Args&... args) noexcept {
+    char line[512];
+    try {
+      const auto end = fmt::vformat_to_n(line, sizeof line, format, fmt::make_format_args(args...));
+      raw({line, std::min(end.size, sizeof line)});
+    } catch (...) {
+      error_ = EINVAL;
+    }
+  }
+  // A JSON string. Bytes that are not UTF-8 are written as the code points of the same number.
+  void quoted(std::string_view text) noexcept {
+    raw("\"");
+    for (std::size_t i = 0; i < text.size(); ++i) {
+      const auto c = static_cast<unsigned char>(text[i]);
+      const std::size_t length = utf8_length(text.substr(i));
+      if (c == '"' || c == '\\') {
+        print("\\{}", text[i]);
+      } else if (c < 0x20 || c == 0x7f || length == 0) {
+        print("\\u{:04x}", c);
+      } else {
+        raw(text.substr(i, length));
+        i += length - 1;
+      }
+    }
+    raw("\"");
+  }
+  // 0, or the errno of the first failure.
+  int finish() noexcept {
+    flush();
+    return error_;
+  }
+
+ private:
+  static std::size_t utf8_length(std::string_view s) noexcept {
+    const auto c = static_cast<unsigned char>(s[0]);
+    const std::size_t n = c < 0x80 ? 1 : c >= 0xc2 && c < 0xe0 ? 2 : c >= 0xe0 && c < 0xf0 ? 3 : c >= 0xf0 && c < 0xf5 ? 4 : 0;
+    if (n == 0 || s.size() < n) return 0;
+    for (std::size_t i = 1; i < n; ++i) {
+      if ((static_cast<unsigned char>(s[i]) & 0xc0) != 0x80) return 0;
+    }
+    return n;
+  }
+  void flush() noexcept {
+    for (std::size_t at = 0; at < used_ && error_ == 0;) {
+      const ssize_t n = ::write(fd_, buffer_ + at, used_ - at);
+      if (n > 0) {
+        at += static_cast<std::size_t>(n);
+      } else if (n == 0 || errno != EINTR) {
+        error_ = n == 0 ? ENOSPC : errno;
+      }
+    }
+    used_ = 0;
+  }
+
+  int fd_;
+  int error_ = 0;
+  std::size_t used_ = 0;
+  char buffer_[8192];
+};
+
+// Live blocks of one device, call, stream and size.
+struct LiveGroup {
+  std::uint64_t size = 0;
+  std::uint64_t count = 0;
+  std::uint64_t oldest = 0;  // ticks; 0: allocated while tracking was off
+  std::uint32_t stream = 0;  // 0: host-ordered
+  int device = 0;
+  Api api = Api::malloc;
+  bool foreign = false;
+
+  auto key() const noexcept { return std::make_tuple(device, foreign, api, stream, size); }
+};
+
+// The live blocks of the process, grouped, in scratch memory of their own.
+class LiveList {
+ public:
+  LiveList(Runtime& runtime, bool may_wait) noexcept {
+    std::size_t count = 0;
+    bool all = visit(runtime, may_wait, [&](const LiveGroup&) { ++count; });
+    capacity_ = count + count / 8 + 64;  // other threads may still allocate
+    groups_ = static_cast<LiveGroup*>(map_pages(capacity_ * sizeof(LiveGroup)));
+    if (groups_ == nullptr) return;
+    all = visit(runtime, may_wait, [&](const LiveGroup& one) {
+            if (size_ < capacity_) groups_[size_++] = one;
+          }) && all;
+    complete_ = all && size_ < capacity_;
+    merge();
+  }
+  ~LiveList() {
+    if (groups_ != nullptr) munmap(groups_, capacity_ * sizeof(LiveGroup));
+  }
+  LiveList(const LiveList&) = delete;
+  LiveList& operator=(const LiveList&) = delete;
+
+  const LiveGroup* begin() const noexcept { return groups_; }
+  const LiveGroup* end() const noexcept { return groups_ + size_; }
+  std::size_t size() const noexcept { return size_; }
+  bool complete() const noexcept { return complete_; }
+
+ private:
+  template <class Each>
+  static bool visit(Runtime& runtime, bool may_wait, Each each) noexcept {
+    bool all = true;
+    runtime.shared().for_each_context([&](Context& context) {
+      all = context.inspect(may_wait, [&](const Pool& pool) {
+              pool.for_each_live([&](const Block& b) {
+                each(LiveGroup{b.live.requested, 1, b.live.time, b.live.stream, context.device(), b.api, false});
+              });
+            }) && all;
+    });
+    return runtime.for_each_foreign(may_wait, [&](CUdeviceptr, const ForeignBlock& b) {
+             each(LiveGroup{b.size, 1, b.time, 0, b.device, b.api, true});
+           }) && all;
+  }
+  void merge() noexcept {
+    std::sort(groups_, groups_ + size_, [](const LiveGroup& a, const LiveGroup& b) { return a.key() < b.key(); });
+    std::size_t kept = 0;
+    for (std::size_t i = 0; i < size_; ++i) {
+      if (kept != 0 && groups_[kept - 1].key() == groups_[i].key()) {
+        LiveGroup& into = groups_[kept - 1];
+        into.count += groups_[i].count;
+        if (into.oldest == 0 || (groups_[i].oldest != 0 && groups_[i].oldest < into.oldest)) into.oldest = groups_[i].oldest;
+      } else {
+        groups_[kept++] = groups_[i];
+      }
+    }
+    size_ = kept;
+    std::sort(groups_, groups_ + size_,
+              [](const LiveGroup& a, const LiveGroup& b) { return a.size * a.count > b.size * b.count; });
+  }
+
+  LiveGroup* groups_ = nullptr;
+  std::size_t size_ = 0;
+  std::size_t capacity_ = 0;
+  bool complete_ = false;
+};
+
+// The figures of a Usage, one table for both forms.
+struct UsageField {
+  const char* key;
+  const char* text;
+  const Gauge Usage::*gauge;
+};
+constexpr UsageField kUsage[] = {{"requested", "requested by the program, served by the pool", &Usage::requested},
+                                 {"handed_out", "handed out for it", &Usage::handed_out},
+                                 {"held", "held from the driver", &Usage::held},
+                                 {"forwarded", "served by the driver itself", &Usage::forwarded}};
+
+struct CounterField {
+  const char* key;
+  const char* text;
+  const Counter Counters::*counter;
+};
+#define CUSHION_COUNTER(field, key, text) {key, text, &Counters::field},
+constexpr CounterField kCounters[] = {CUSHION_COUNTERS(CUSHION_COUNTER)};
+#undef CUSHION_COUNTER
+
+std::uint64_t value(const Counter& counter) noexcept { return counter.load(std::memory_order_relaxed); }
+
+std::uint64_t sum(const Counter (&counters)[kApis]) noexcept {
+  std::uint64_t total = 0;
+  for (const Counter& c : counters) total += value(c);
+  return total;
+}
+
+bool used(const Usage& usage) noexcept {
+  return std::any_of(std::begin(kUsage), std::end(kUsage), [&](const UsageField& f) { return (usage.*f.gauge).peak() != 0; });
+}
+
+class Writer {
+ public:
+  Writer(Runtime& runtime, const char* how, bool in_signal_handler, Out& out) noexcept
+      : runtime_(runtime),
+        shared_(runtime.shared()),
+        counters_(shared_.counters),
+        program_(runtime.program()),
+        how_(how),
+        now_(ClockPair::now()),
+        tick_(program_.clock, now_),
+        live_(runtime, !in_signal_handler),
+        out_(out) {}
+
+  void json() noexcept {
+    out_.raw("{\n  \"schema\": \"cushion-report\",\n  \"version\": 1,\n  \"program\": {\"name\": ");
+    out_.quoted(program_.name);
+    out_.raw(", \"command\": ");
+    out_.quoted(program_.command);
+    out_.raw(", \"host\": ");
+    out_.quoted(program_.host);
+    out_.print(", \"pid\": {}, \"started_unix_s\": {}.{:09}, \"duration_s\": {:.9f}, \"end\": ", program_.pid,
+               program_.started_unix_ns / 1'000'000'000, program_.started_unix_ns % 1'000'000'000, duration());
+    out_.quoted(how_);
+    out_.raw("},\n  \"options\": {");
+    const char* comma = "";
+    for (const auto& [name, setting] : program_.options) {
+      out_.raw(comma);
+      out_.quoted(name);
+      out_.raw(": ");
+      out_.quoted(setting);
+      comma = ", ";
+    }
+    out_.raw("},\n  \"devices\": [");
+    comma = "\n";
+    for (int d = 0; d < Shared::kDevices; ++d) {
+      const Usage& usage = shared_.usage[static_cast<std::size_t>(d)];
+      if (!used(usage)) continue;
+      out_.print("{}    {{\"device\": {}", comma, d);
+      for (const UsageField& f : kUsage) {
+        out_.print(", \"{}\": {{\"current\": {}, \"peak\": {}}}", f.key, (usage.*f.gauge).current(), (usage.*f.gauge).peak());
+      }
+      out_.raw("}");
+      comma = ",\n";
+    }
+    out_.print("\n  ],\n  \"calls\": {{\"served\": {}, \"forwarded\": {}, \"by_function\": {{", sum(counters_.served),
+               sum(counters_.forwarded));
+    comma = "";
+    for (int i = 0; i < kApis; ++i) {
+      out_.print("{}\"{}\": {{\"served\": {}, \"forwarded\": {}}}", comma, kApiNames[i], value(counters_.served[i]),
+                 value(counters_.forwarded[i]));
+      comma = ", ";
+    }
+    out_.raw("}");
+    for (const CounterField& f : kCounters) out_.print(", \"{}\": {}", f.key, value(counters_.*f.counter));
+    out_.print("}},\n  \"driver\": {{\"version\": {}, \"calls\": {}, \"seconds\": {:.9f}}},\n", shared_.driver.version,
+               value(shared_.driver.calls), tick_.seconds(value(shared_.driver.time)));
+    out_.print("  \"waits\": {{\"count\": {}, \"seconds\": {:.9f}}},\n", waits(), tick_.seconds(value(counters_.wait_ticks)));
+    out_.print("  \"live_complete\": {},\n  \"live\": [", live_.complete());
+    comma = "\n";
+    for (const LiveGroup& g : live_) {
+      out_.print("{}    {{\"size\": {}, \"count\": {}, \"api\": \"{}\", \"served_by\": \"{}\", \"device\": {}, \"stream\": ", comma,
+                 g.size, g.count, kApiNames[static_cast<int>(g.api)], g.foreign ? "driver" : "pool", g.device);
+      print_stream(g, "null", "\"");
+      if (g.oldest != 0) {
+        out_.print(", \"oldest_age_s\": {:.6f}}}", tick_.seconds(now_.tick - g.oldest));
+      } else {
+        out_.raw(", \"oldest_age_s\": null}");
+      }
+      comma = ",\n";
+    }
+    out_.raw("\n  ]\n}\n");
+  }
+
+  void text() noexcept {
+    out_.print("cushion: {} (pid {}) ended by {} after {:.3f} s\n", std::string_view(program_.name).substr(0, 200), program_.pid, how_,
+               duration());
+    for (int d = 0; d < Shared::kDevices; ++d) {
+      const Usage& usage = shared_.usage[static_cast<std::size_t>(d)];
+      if (!used(usage)) continue;
+      out_.print("  device {}\n", d);
+      for (const UsageField& f : kUsage) {
+        out_.print("    {:<44}  now ", f.text);
+        print_bytes((usage.*f.gauge).current(), 10);
+        out_.raw("  peak ");
+        print_bytes((usage.*f.gauge).peak(), 10);
+        out_.raw("\n");
+      }
+    }
+    out_.print("  calls   {} served by the pool, {} passed to the driver\n", sum(counters_.served), sum(counters_.forwarded));
+    for (const CounterField& f : kCounters) {
+      if (value(counters_.*f.counter) != 0) out_.print("          {} {}\n", value(counters_.*f.counter), f.text);
+    }
+    out_.print("  driver  {} calls of Cushion's own, {:.6f} s in them\n", value(shared_.driver.calls),
+               tick_.seconds(value(shared_.driver.time)));
+    out_.print("  waits   {}, {:.6f} s in all\n", waits(), tick_.seconds(value(counters_.wait_ticks)));
+    std::uint64_t blocks = 0;
+    std::uint64_t bytes = 0;
+    for (const LiveGroup& g : live_) {
+      blocks += g.count;
+      bytes += g.count * g.size;
+    }
+    if (!live_.complete()) {
+      out_.raw("  live    unknown in part: the process ended inside Cushion\n");
+    } else if (blocks == 0) {
+      out_.raw("  live    nothing: every block was freed\n");
+    }
+    if (blocks == 0) return;
+    out_.print("  live    {} blocks, ", blocks);
+    print_bytes(bytes, 0);
+    out_.raw(" requested and never freed\n");
+    constexpr std::size_t kMost = 20;
+    std::size_t shown = 0;
+    for (const LiveGroup& g : live_) {
+      if (++shown > kMost) break;
+      out_.print("          {:>8} x ", g.count);
+      print_bytes(g.size, 10);
+      out_.print("  {:<16} device {}  stream ", kApiNames[static_cast<int>(g.api)], g.device);
+      print_stream(g, "-", "");
+      if (g.oldest != 0) out_.print("  oldest {:.3f} s", tick_.seconds(now_.tick - g.oldest));
+      out_.raw(g.foreign ? "  (from the driver)\n" : "\n");
+    }
+    if (live_.size() > kMost) out_.print("          and {} more groups (CUSHION_REPORT=FILE lists all)\n", live_.size() - kMost);
+  }
+
+ private:
+  double duration() const noexcept { return static_cast<double>(now_.ns - program_.clock.ns) * 1e-9; }
+  std::uint64_t waits() const noexcept { return value(counters_.free_waits) + value(counters_.memory_waits); }
+
+  void print_stream(const LiveGroup& g, std::string_view none, std::string_view quote) noexcept {
+    if (g.stream == 0) {
+      out_.raw(none);
+    } else if (g.stream == 1) {
+      out_.print("{}legacy{}", quote, quote);
+    } else {
+      out_.print("{}{}{}", quote, g.stream, quote);
+    }
+  }
+  void print_bytes(std::uint64_t bytes, int width) noexcept {
+    static constexpr const char* kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+    double shown = static_cast<double>(bytes);
+    int unit = 0;
+    while (shown >= 1024 && unit < 4) {
+      shown /= 1024;
+      ++unit;
+    }
+    char digits[32];
+    const auto end = unit == 0 ? fmt::format_to_n(digits, sizeof digits, "{} B", bytes)
+                               : fmt::format_to_n(digits, sizeof digits, "{:.2f} {}", shown, kUnits[unit]);
+    out_.print("{:>{}}", std::string_view(digits, end.size), width);
+  }
+
+  Runtime& runtime_;
+  Shared& shared_;
+  const Counters& counters_;
+  const Runtime::Program& program_;
+  const char* how_;
+  ClockPair now_;
+  TickLength tick_;
+  LiveList live_;
+  Out& out_;
+};
+
+bool is_special_file(const char* path) noexcept {
+  struct stat s {};
+  return stat(path, &s) == 0 && !S_ISREG(s.st_mode);
+}
+
+// Paths without allocation: path + suffix in a buffer; empty if it does not fit.
+struct PathBuffer {
+  char text[4352] = "";
+  PathBuffer(const char* path, const char* suffix) noexcept {
+    if (std::strlen(path) + std::strlen(suffix) < sizeof text) {
+      std::strcpy(text, path);
+      std::strcat(text, suffix);
+    }
+  }
+};
+
+void complain_of(const char* what, const char* path, int error) noexcept {
+  char line[800];
+  const auto end = fmt::format_to_n(line, sizeof line, "CUSHION_REPORT: {} {}: {}", what, std::string_view(path).substr(0, 500),
+                                    strerrordesc_np(error) != nullptr ? strerrordesc_np(error) : "error");
+  log::complain({line, std::min(end.size, sizeof line)});
+}
+
+bool make_parents(const std::string& path) {
+  for (std::size_t slash = path.find('/', 1); slash != std::string::npos; slash = path.find('/', slash + 1)) {
+    const std::string parent = path.substr(0, slash);
+    if (mkdir(parent.c_str(), 0777) != 0 && errno != EEXIST && errno != EISDIR) {
+      struct stat s {};
+      if (stat(parent.c_str(), &s) != 0) return false;
+    }
+  }
+  return true;
+}
+
+// Opens and locks path.partial: its descriptor, -1 if another live process has it, -2 (and errno) if it cannot be.
+int lock_partial(const std::string& path) {
+  const PathBuffer partial(path.c_str(), kPartial);
+  const int fd = ::open(partial.text, O_WRONLY | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0666);
+  if (fd < 0) return -2;
+  if (flock(fd, LOCK_EX | LOCK_NB) == 0) return fd;
+  ::close(fd);
+  return -1;
+}
+
+}  // namespace
+
+std::string claim_report_path(std::string path, long pid) {
+  if (is_special_file(path.c_str())) {
+    struct stat s {};
+    if (stat(path.c_str(), &s) != 0 || !S_ISDIR(s.st_mode)) return path;
+    complain_of("cannot write", path.c_str(), EISDIR);
+    return {};
+  }
+  errno = 0;
+  int fd = path.size() + 32 < sizeof(PathBuffer) && make_parents(path) ? lock_partial(path) : -2;
+  if (fd == -1) {
+    path += fmt::format(".{}", pid);
+    fd = lock_partial(path);
+  }
+  if (fd < 0) {
+    complain_of("cannot write", path.c_str(), errno != 0 ? errno : ENAMETOOLONG);
+    return {};
+  }
+  // The descriptor only holds the lock, until the process ends: the program may close it and reuse its number, so
+  // nothing is ever written to it.
+  return path;
+}
+
+void write_report(Runtime& runtime, const char* how, bool in_signal_handler) noexcept {
+  const char* path = runtime.report_path().c_str();
+  if (*path == '\0') {
+    if (runtime.options().track == TrackLevel::off || !runtime.options().report.empty()) return;
+    Out out(STDERR_FILENO);
+    Writer(runtime, how, in_signal_handler, out).text();
+    out.finish();
+    return;
+  }
+  const bool special = is_special_file(path);
+  const PathBuffer partial(path, kPartial);
+  const char* target = special ? path : partial.text;
+  const int fd = ::open(target, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | (special ? 0 : O_NOFOLLOW), 0666);
+  int error = fd < 0 ? errno : 0;
+  if (fd >= 0) {
+    Out out(fd);
+    Writer writer(runtime, how, in_signal_handler, out);
+    std::string_view(path).ends_with(".txt") ? writer.text() : writer.json();
+    error = out.finish();
+    if (::close(fd) != 0 && error == 0) error = errno;
+    if (!special) {
+      if (error == 0 && ::rename(partial.text, path) != 0) error = errno;
+      if (error != 0) ::unlink(partial.text);
+    }
+  }
+  if (error != 0) complain_of("cannot write", path, error);
+}
+
+}  // namespace cushion

@@ -1,0 +1,22 @@
+// Report: what the program allocated, what is still live and what it cost, as JSON (schema "cushion-report" 1, see
+// tools/report.schema.json) or as text.
+//
+// Written from host memory only: not one CUDA call. The same code serves exit and a deadly signal, so it allocates
+// nothing (its scratch comes from mmap), and in a signal handler takes a lock only if it is free.
+#pragma once
+
+#include <string>
+
+namespace cushion {
+
+class Runtime;
+
+// Reserves the report's path for this process while it lives: creates its directories and `PATH.partial`, which the
+// report is written to before it is renamed. Another live process has it: the path with this pid appended. Cannot be
+// written: complains once and returns an empty path. A path that exists and is no regular file is taken as it is.
+std::string claim_report_path(std::string path, long pid);
+
+// Writes the report where the options want it; nothing if they want none.
+void write_report(Runtime& runtime, const char* how, bool in_signal_handler) noexcept;
+
+}  // namespace cushion

@@ -1,0 +1,432 @@
+#include "core/runtime.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <ctime>
+
+#include "core/log.h"
+#include "core/report.h"
+#include "core/thread.h"
+
+namespace cushion {
+namespace {
+
+// Constant-initialised, and never destroyed: calls come before main and after exit.
+union Eternal {
+  constexpr Eternal() : runtime{} {}
+  ~Eternal() {}
+  Runtime runtime;
+};
+constinit Eternal g_eternal;
+
+constexpr std::uint64_t kLegacyId = 1;  // within its context; real ids begin above the driver's own streams
+
+// What this thread knows of handles, until a stream or context goes (Shared::handle_epoch).
+struct ContextCache {
+  CUcontext handle;
+  Context* context;
+  std::uint64_t epoch;
+};
+struct StreamCache {
+  CUstream handle;
+  CUcontext current;  // for handles 0, 1 and 2, which mean another stream in each context
+  Context* context;
+  std::uint64_t id;
+  std::uint64_t epoch;
+};
+constexpr std::size_t kStreamCaches = 8;
+constinit thread_local ContextCache t_context{};
+constinit thread_local StreamCache t_streams[kStreamCaches]{};
+
+std::string read_command_line() {
+  std::string text;
+  if (std::FILE* file = std::fopen("/proc/self/cmdline", "re")) {
+    char buffer[4096];
+    const std::size_t n = std::fread(buffer, 1, sizeof buffer, file);
+    std::fclose(file);
+    text.assign(buffer, n);
+    while (!text.empty() && text.back() == '\0') text.pop_back();
+    std::replace(text.begin(), text.end(), '\0', ' ');
+  }
+  return text;
+}
+
+}  // namespace
+
+Runtime& runtime() noexcept { return g_eternal.runtime; }
+
+bool Runtime::start(const char* const* environment, const char* program) noexcept try {
+  OptionsResult read = read_options(environment);
+  for (const std::string& line : read.warnings) log::complain(line);
+  for (const std::string& line : read.errors) log::complain(line);
+  if (!read.errors.empty()) return false;
+
+  auto* about = new Program;
+  char host[256] = "";
+  gethostname(host, sizeof host - 1);
+  timespec now{};
+  clock_gettime(CLOCK_REALTIME, &now);
+  about->name = program;
+  about->command = read_command_line();
+  about->host = host;
+  about->pid = getpid();
+  about->started_unix_ns = std::int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
+  about->clock = ClockPair::now();
+  about->options = describe(read.options);
+  program_ = about;
+  events_ = new std::unordered_map<CUevent, std::pair<Context*, Context::Position>>;
+  for (Shard& shard : foreign_) shard.blocks = new std::unordered_map<CUdeviceptr, ForeignBlock>;
+  shared_.options = new Options(std::move(read.options));
+
+  log::open(options().log_level, expand_path(options().log_file, about->pid, about->host, about->name));
+  if (!options().report.empty()) {
+    report_path_ = claim_report_path(expand_path(options().report, about->pid, about->host, about->name), about->pid);
+  }
+  std::vector<CUcontext> accessors;
+  {
+    std::lock_guard lock(contexts_mutex_);
+    accessors.swap(accessors_);
+  }
+  for (CUcontext handle : accessors) context_of(handle);
+  log::info("{} (pid {}): serving, driver {}", about->name, about->pid, shared_.driver.version);
+  return true;
+} catch (...) {
+  log::complain("no host memory to start with; running on native CUDA");
+  return false;
+}
+
+// ---- finding the context and the stream --------------------------------------------------------------------------
+
+Context* Runtime::find_context(CUcontext handle) noexcept {
+  const int n = shared_.context_count.load(std::memory_order_acquire);
+  for (int i = 0; i < n; ++i) {
+    Context* context = shared_.contexts[static_cast<std::size_t>(i)].load(std::memory_order_relaxed);
+    if (context->handle() == handle) return context;
+  }
+  return nullptr;
+}
+
+Context* Runtime::find_primary(CUdevice device) noexcept {
+  Context* found = nullptr;
+  shared_.for_each_context([&](Context& c) {
+    if (c.primary() && c.device() == device && c.alive()) found = &c;
+  });
+  return found;
+}
+
+bool Runtime::make_context(CUcontext handle, Context*& out) noexcept try {
+  const Driver& driver = shared_.driver;
+  CUdevice device = 0;
+  {
+    CurrentContext current(driver, handle);
+    if (driver.call(driver.cuCtxGetDevice, &device) != CUDA_SUCCESS || device < 0 || device >= Shared::kDevices) return false;
+  }
+  // Only contexts whose fences are known to cover all their work are served: the device's primary one, and those
+  // the program created. One made from a green context is neither (contract §3).
+  bool primary = false;
+  unsigned flags = 0;
+  int active = 0;
+  if (driver.call(driver.cuDevicePrimaryCtxGetState, device, &flags, &active) == CUDA_SUCCESS && active != 0) {
+    CUcontext first = nullptr;
+    if (driver.call(driver.cuDevicePrimaryCtxRetain, &first, device) == CUDA_SUCCESS) {
+      primary = first == handle;
+      driver.call(driver.cuDevicePrimaryCtxRelease_v2, device);
+    }
+  }
+  std::size_t total = 0;
+  if (driver.call(driver.cuDeviceTotalMem_v2, &total, device) != CUDA_SUCCESS) return false;
+
+  std::lock_guard lock(contexts_mutex_);
+  if (!primary && std::find(created_.begin(), created_.end(), handle) == created_.end()) return false;
+  out = find_context(handle);
+  if (out != nullptr && out->device() == device && out->primary() == primary) {
+    out->revive();
+    return true;
+  }
+  const int n = shared_.context_count.load(std::memory_order_relaxed);
+  if (out != nullptr || n == Shared::kContexts) return false;  // the handle came again as another kind: leave it native
+  out = new Context(shared_, handle, device, total, primary);
+  shared_.contexts[static_cast<std::size_t>(n)].store(out, std::memory_order_relaxed);
+  shared_.context_count.store(n + 1, std::memory_order_release);
+  return true;
+} catch (...) {
+  return false;
+}
+
+Context* Runtime::context_of(CUcontext handle) noexcept {
+  if (handle == nullptr) return nullptr;
+  const std::uint64_t epoch = shared_.handle_epoch.load(std::memory_order_acquire);
+  if (t_context.handle == handle && t_context.epoch == epoch) return t_context.context;
+  Context* context = find_context(handle);
+  if (context == nullptr || !context->alive()) {
+    if (!make_context(handle, context)) context = nullptr;
+  }
+  t_context = {handle, context, epoch};
+  return context;
+}
+
+Context* Runtime::current_context() noexcept {
+  CUcontext handle = nullptr;
+  InsideDriver inside;
+  return shared_.driver.cuCtxGetCurrent(&handle) == CUDA_SUCCESS ? context_of(handle) : nullptr;
+}
+
+bool Runtime::identify(CUstream stream, StreamIdentity& identity, Context*& context) noexcept {
+  const Driver& driver = shared_.driver;
+  InsideDriver inside;
+  const bool special = is_legacy(stream) || is_per_thread(stream);
+  CUcontext current = nullptr;
+  if (special && driver.cuCtxGetCurrent(&current) != CUDA_SUCCESS) return false;
+  const std::uint64_t epoch = shared_.handle_epoch.load(std::memory_order_acquire);
+  StreamCache& cache = t_streams[(reinterpret_cast<std::uintptr_t>(stream) >> 4) % kStreamCaches];
+  if (cache.handle != stream || cache.current != current || cache.epoch != epoch || cache.context == nullptr) {
+    StreamCache fresh{stream, current, nullptr, kLegacyId, epoch};
+    CUcontext owner = current;
+    if (!special) {
+      if (driver.cuStreamGetCtx == nullptr || driver.cuStreamGetCtx(stream, &owner) != CUDA_SUCCESS) return false;
+    }
+    if (!is_legacy(stream)) {
+      // Before driver 12.0 there are no ids. A handle serves: the destroy hook ends its heap before it is reused.
+      unsigned long long id = is_per_thread(stream) ? static_cast<std::uint64_t>(thread_id()) | std::uint64_t{1} << 63
+                                            : reinterpret_cast<std::uintptr_t>(stream);
+      if (driver.cuStreamGetId != nullptr && driver.cuStreamGetId(stream, &id) != CUDA_SUCCESS) return false;
+      fresh.id = id;
+    }
+    fresh.context = context_of(owner);
+    if (fresh.context == nullptr) return false;
+    cache = fresh;
+  }
+  identity = {stream, cache.id, is_per_thread(stream) ? thread_id() : 0};
+  context = cache.context;
+  return true;
+}
+
+// ---- allocation and free -----------------------------------------------------------------------------------------
+
+Runtime::Outcome Runtime::malloc(CUdeviceptr* out, std::size_t bytes, Api api) noexcept {
+  if (out == nullptr || bytes == 0 || options().allocator != AllocatorKind::pool) return Outcome::forward;
+  Context* context = current_context();
+  if (context == nullptr) return Outcome::forward;
+  bool exhausted = false;
+  if (context->allocate({bytes, api, nullptr}, out, exhausted)) return Outcome::served;
+  return exhausted ? Outcome::exhausted : Outcome::forward;
+}
+
+Runtime::Outcome Runtime::malloc_async(CUdeviceptr* out, std::size_t bytes, CUstream stream) noexcept {
+  if (out == nullptr || bytes == 0 || options().allocator != AllocatorKind::pool) return Outcome::forward;
+  if (shared_.gate.capturing(shared_.driver, stream)) return Outcome::forward;  // a graph node
+  StreamIdentity identity;
+  Context* context = nullptr;
+  if (!identify(stream, identity, context) || native_async_[index_of(context->device())].load(std::memory_order_relaxed)) {
+    return Outcome::forward;
+  }
+  bool exhausted = false;
+  if (context->allocate({bytes, Api::malloc_async, &identity}, out, exhausted)) return Outcome::served;
+  return exhausted ? Outcome::exhausted : Outcome::forward;
+}
+
+std::optional<CUresult> Runtime::free(CUdeviceptr address) noexcept {
+  Segment* segment = shared_.map.find(address);
+  if (segment == nullptr) return std::nullopt;
+  Block* block = segment->block_at(address);
+  return block == nullptr ? CUDA_ERROR_INVALID_VALUE : segment->context()->free(block, address);
+}
+
+std::optional<CUresult> Runtime::free_async(CUdeviceptr address, CUstream stream) noexcept {
+  Segment* segment = shared_.map.find(address);
+  if (segment == nullptr) return std::nullopt;
+  Block* block = segment->block_at(address);
+  if (block == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  if (shared_.gate.capturing(shared_.driver, stream)) return CUDA_ERROR_INVALID_VALUE;  // as natively (contract §4)
+  StreamIdentity identity;
+  Context* stream_context = nullptr;
+  if (!identify(stream, identity, stream_context)) return CUDA_ERROR_INVALID_HANDLE;
+  return segment->context()->free_async(block, address, identity, *stream_context);
+}
+
+// ---- what went to the driver -------------------------------------------------------------------------------------
+
+void Runtime::forwarded_block(Api api, CUdeviceptr address, std::size_t bytes, CUstream stream, bool stream_ordered) noexcept try {
+  if (address == 0) return;
+  const Driver& driver = shared_.driver;
+  ForeignBlock block{bytes, options().track != TrackLevel::off ? ticks() : 0, nullptr, 0, api};
+  {
+    InsideDriver inside;
+    CUdevice device = 0;
+    driver.cuCtxGetCurrent(&block.context);
+    if (stream_ordered && !is_legacy(stream) && !is_per_thread(stream) && driver.cuStreamGetCtx != nullptr) {
+      driver.cuStreamGetCtx(stream, &block.context);
+    }
+    CurrentContext current(driver, block.context);
+    if (driver.cuCtxGetDevice(&device) == CUDA_SUCCESS) block.device = device;
+  }
+  restore_foreign(address, block);
+} catch (...) {  // no host memory to remember it by: the report will lack it
+}
+
+std::optional<ForeignBlock> Runtime::forget_foreign(CUdeviceptr address) noexcept {
+  Shard& shard = shard_of(address);
+  std::lock_guard lock(shard.mutex);
+  const auto found = shard.blocks->find(address);
+  if (found == shard.blocks->end()) return std::nullopt;
+  const ForeignBlock block = found->second;
+  shard.blocks->erase(found);
+  shared_.usage[index_of(block.device)].forwarded.subtract(block.size);
+  return block;
+}
+
+void Runtime::restore_foreign(CUdeviceptr address, const ForeignBlock& block) noexcept try {
+  Shard& shard = shard_of(address);
+  std::lock_guard lock(shard.mutex);
+  if (shard.blocks->insert_or_assign(address, block).second) shared_.usage[index_of(block.device)].forwarded.add(block.size);
+} catch (...) {
+}
+
+bool Runtime::relieve() noexcept try {
+  std::uint64_t released = 0;
+  shared_.for_each_context([&](Context& context) {
+    if (context.alive()) released += context.relieve(options().oom_wait.ns);
+  });
+  return released != 0;
+} catch (...) {
+  return false;
+}
+
+std::uint64_t Runtime::unused_in_current() noexcept {
+  CUcontext handle = nullptr;
+  InsideDriver inside;
+  if (shared_.driver.cuCtxGetCurrent(&handle) != CUDA_SUCCESS) return 0;
+  const Context* current = find_context(handle);
+  if (current == nullptr) return 0;
+  std::uint64_t bytes = 0;
+  shared_.for_each_context([&](Context& context) {
+    if (context.alive() && context.device() == current->device()) bytes += context.unused();
+  });
+  return bytes;
+}
+
+// ---- order -------------------------------------------------------------------------------------------------------
+
+Runtime::Mark Runtime::before_record(CUstream stream) noexcept try {
+  if (shared_.stream_heaps.load(std::memory_order_relaxed) == 0 || shared_.foreign_events.load(std::memory_order_relaxed) ||
+      shared_.gate.capturing(shared_.driver, stream)) {
+    return std::nullopt;
+  }
+  StreamIdentity identity;
+  Context* context = nullptr;
+  if (!identify(stream, identity, context)) return std::nullopt;
+  Context::Position position = context->position(identity.id);
+  if (position.serial == 0) return std::nullopt;
+  return Mark(std::in_place, context, std::move(position));
+} catch (...) {
+  return std::nullopt;
+}
+
+void Runtime::after_record(CUevent event, Mark mark) noexcept try {
+  if (!mark) {
+    if (event_count_.load(std::memory_order_relaxed) != 0) forget_event(event);
+    return;
+  }
+  std::lock_guard lock(events_mutex_);
+  (*events_)[event] = std::move(*mark);
+  event_count_.store(static_cast<int>(events_->size()), std::memory_order_relaxed);
+} catch (...) {
+  forget_event(event);
+}
+
+Runtime::Mark Runtime::before_wait(CUevent event) noexcept try {
+  if (event_count_.load(std::memory_order_relaxed) == 0 || shared_.foreign_events.load(std::memory_order_relaxed)) return std::nullopt;
+  std::lock_guard lock(events_mutex_);
+  const auto found = events_->find(event);
+  if (found == events_->end()) return std::nullopt;
+  return Mark(std::in_place, found->second);
+} catch (...) {
+  return std::nullopt;
+}
+
+void Runtime::after_wait(CUstream stream, const Mark& mark) noexcept try {
+  if (!mark || shared_.gate.capturing(shared_.driver, stream)) return;
+  StreamIdentity identity;
+  Context* context = nullptr;
+  if (identify(stream, identity, context) && context == mark->first) context->order_after(identity, mark->second);
+} catch (...) {
+}
+
+void Runtime::forget_event(CUevent event) noexcept {
+  if (event_count_.load(std::memory_order_relaxed) == 0) return;
+  std::lock_guard lock(events_mutex_);
+  events_->erase(event);
+  event_count_.store(static_cast<int>(events_->size()), std::memory_order_relaxed);
+}
+
+void Runtime::stream_going(CUstream stream) noexcept try {
+  StreamIdentity identity;
+  Context* context = nullptr;
+  if (!is_legacy(stream) && !is_per_thread(stream) && identify(stream, identity, context)) context->stream_going(identity);
+  shared_.handle_epoch.fetch_add(1, std::memory_order_release);
+} catch (...) {
+}
+
+Runtime::SyncMark Runtime::before_synchronize(CUcontext handle) noexcept {
+  InsideDriver inside;
+  if (handle == nullptr && shared_.driver.cuCtxGetCurrent(&handle) != CUDA_SUCCESS) return {};
+  Context* context = find_context(handle);
+  if (context == nullptr || !context->alive()) return {};
+  return {context, context->stamp(), context->generation()};
+}
+
+void Runtime::after_synchronize(const SyncMark& mark) noexcept try {
+  if (mark.context != nullptr) mark.context->synchronized(mark.stamp, mark.generation);
+} catch (...) {
+}
+
+// ---- contexts ----------------------------------------------------------------------------------------------------
+
+void Runtime::context_created(CUcontext context) noexcept try {
+  std::lock_guard lock(contexts_mutex_);
+  created_.push_back(context);
+} catch (...) {  // not remembered: it is not served
+}
+
+void Runtime::ended(Context& context) noexcept try {
+  context.discard();
+  for (Shard& shard : foreign_) {
+    std::lock_guard lock(shard.mutex);
+    std::erase_if(*shard.blocks, [&](const auto& entry) {
+      if (entry.second.context != context.handle()) return false;
+      shared_.usage[index_of(entry.second.device)].forwarded.subtract(entry.second.size);
+      return true;
+    });
+  }
+  std::lock_guard lock(contexts_mutex_);
+  std::erase(created_, context.handle());
+} catch (...) {
+}
+
+void Runtime::peer_enabled(bool started) noexcept try {
+  // The accessor's context must be known even if it never allocates: its work may touch our memory.
+  shared_.peers.store(true, std::memory_order_seq_cst);
+  if (started) {
+    current_context();
+    return;
+  }
+  CUcontext handle = nullptr;
+  InsideDriver inside;
+  if (shared_.driver.cuCtxGetCurrent == nullptr || shared_.driver.cuCtxGetCurrent(&handle) != CUDA_SUCCESS) return;
+  std::lock_guard lock(contexts_mutex_);
+  accessors_.push_back(handle);
+} catch (...) {
+}
+
+void Runtime::every_pool_changed() noexcept {
+  for (auto& device : native_async_) device.store(true, std::memory_order_relaxed);
+}
+
+void Runtime::report(const char* how, bool in_signal_handler) noexcept {
+  if (program_ == nullptr || program_->pid != getpid()) return;  // a forked child, or a vfork child about to exec
+  if (!reported_.exchange(true)) write_report(*this, how, in_signal_handler);
+}
+
+}  // namespace cushion

@@ -1,0 +1,158 @@
+// Runtime: the process's one Cushion. It finds the context and stream that a call belongs to, keeps what the program's
+// own calls tell about order, and counts what was passed to the driver. The shim's hooks call nothing else.
+//
+// Constant-initialised and never destroyed: hooks run in static constructors, in destructors and after main. No
+// function throws. A function that answers "not mine" leaves the call to the driver.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "core/context.h"
+#include "core/shared.h"
+
+namespace cushion {
+
+// An allocation that the driver served, while the program holds it.
+struct ForeignBlock {
+  std::uint64_t size = 0;
+  std::uint64_t time = 0;
+  CUcontext context = nullptr;
+  int device = 0;
+  Api api = Api::malloc;
+};
+
+class Runtime {
+ public:
+  constexpr Runtime() = default;
+
+  // Reads the options. False: they are bad (told on stderr), and the program runs on native CUDA. Called once, at the
+  // first device allocation, by one thread; shared().driver is bound by then.
+  bool start(const char* const* environment, const char* program) noexcept;
+
+  Shared& shared() noexcept { return shared_; }
+  const Options& options() const noexcept { return *shared_.options; }
+
+  // ---- allocation and free. out is written only on success.
+  enum class Outcome { served, forward, exhausted };  // exhausted: forward, and everything was tried to make room
+  Outcome malloc(CUdeviceptr* out, std::size_t bytes, Api api) noexcept;
+  Outcome malloc_async(CUdeviceptr* out, std::size_t bytes, CUstream stream) noexcept;
+  // What the native free would answer for a pointer into one of our segments; nothing for any other pointer.
+  std::optional<CUresult> free(CUdeviceptr address) noexcept;
+  std::optional<CUresult> free_async(CUdeviceptr address, CUstream stream) noexcept;
+  bool owns(CUdeviceptr address) const noexcept { return shared_.map.find(address) != nullptr; }
+
+  // ---- what went to the driver
+  void forwarded(Api api) noexcept { count(shared_.counters.forwarded[static_cast<int>(api)]); }
+  void forwarded_block(Api api, CUdeviceptr address, std::size_t bytes, CUstream stream, bool stream_ordered) noexcept;
+  // Around the real free of a pointer that is not ours: the record leaves before the driver can hand the address out
+  // again, and comes back if the free fails.
+  std::optional<ForeignBlock> forget_foreign(CUdeviceptr address) noexcept;
+  void restore_foreign(CUdeviceptr address, const ForeignBlock& block) noexcept;
+  // A forwarded call answered out of memory: true if memory went back to the driver and it is worth asking again.
+  bool relieve() noexcept;
+  // Bytes that cuMemGetInfo of the current context should add to the driver's answer.
+  std::uint64_t unused_in_current() noexcept;
+
+  // ---- order
+  using Mark = std::optional<std::pair<Context*, Context::Position>>;
+  Mark before_record(CUstream stream) noexcept;  // the stream's place; nothing if there is nothing to know
+  void after_record(CUevent event, Mark mark) noexcept;
+  Mark before_wait(CUevent event) noexcept;
+  void after_wait(CUstream stream, const Mark& mark) noexcept;
+  void forget_event(CUevent event) noexcept;
+  void stream_going(CUstream stream) noexcept;
+
+  struct SyncMark {
+    Context* context = nullptr;
+    std::uint64_t stamp = 0;
+    std::uint64_t generation = 0;
+  };
+  SyncMark before_synchronize(CUcontext context) noexcept;  // null: the current one
+  void after_synchronize(const SyncMark& mark) noexcept;
+
+  // ---- contexts
+  void context_created(CUcontext context) noexcept;
+  Context* find_context(CUcontext handle) noexcept;  // null if Cushion holds nothing there
+  Context* find_primary(CUdevice device) noexcept;
+  void ended(Context& context) noexcept;  // the real call has ended it
+  void peer_enabled(bool started) noexcept;
+  void pool_changed(CUdevice device) noexcept { native_async_[index_of(device)].store(true, std::memory_order_relaxed); }
+  void every_pool_changed() noexcept;
+
+  // ---- the end
+  // Writes the report if one is wanted and none was written. `how` is what a person reads ("exit", "signal 11").
+  // From a signal handler: allocates nothing, waits for no lock, and leaves out what a held lock protects.
+  void report(const char* how, bool in_signal_handler) noexcept;
+
+  template <class Visit>
+  bool for_each_foreign(bool may_wait, Visit visit) noexcept {
+    for (Shard& shard : foreign_) {
+      if (shard.blocks == nullptr) continue;
+      std::unique_lock lock(shard.mutex, std::defer_lock);
+      if (may_wait) {
+        lock.lock();
+      } else if (!lock.try_lock()) {
+        return false;
+      }
+      for (const auto& [address, block] : *shard.blocks) visit(address, block);
+    }
+    return true;
+  }
+
+  // What the report says of the program; set by start().
+  struct Program {
+    std::string name;
+    std::string command;
+    std::string host;
+    long pid = 0;
+    std::int64_t started_unix_ns = 0;
+    ClockPair clock;
+    std::vector<std::pair<std::string, std::string>> options;
+  };
+  const Program& program() const noexcept { return *program_; }
+  const std::string& report_path() const noexcept { return report_path_; }
+
+ private:
+  static std::size_t index_of(CUdevice device) noexcept { return static_cast<std::size_t>(device) % Shared::kDevices; }
+
+  Context* context_of(CUcontext handle) noexcept;  // makes it if it can be served; null if not
+  Context* current_context() noexcept;
+  bool make_context(CUcontext handle, Context*& out) noexcept;
+  bool identify(CUstream stream, StreamIdentity& identity, Context*& context) noexcept;
+
+  Shared shared_;
+  Program* program_ = nullptr;
+  std::string report_path_;  // where the report goes; empty: stderr, or nowhere
+  std::atomic<bool> reported_{false};
+
+  std::mutex contexts_mutex_;  // protects adding to shared_.contexts and created_
+  std::vector<CUcontext> created_;    // by cuCtxCreate: with the primary ones, the contexts that can be served
+  std::vector<CUcontext> accessors_;  // had peer access enabled before start()
+
+  // cudaMallocAsync on these devices goes to the driver: the program manages its pools (contract §3).
+  std::array<std::atomic<bool>, Shared::kDevices> native_async_{};
+
+  std::mutex events_mutex_;  // protects events_; a leaf
+  std::unordered_map<CUevent, std::pair<Context*, Context::Position>>* events_ = nullptr;
+  std::atomic<int> event_count_{0};  // events_'s size, readable without the lock
+
+  struct Shard {
+    std::mutex mutex;  // protects *blocks; a leaf
+    std::unordered_map<CUdeviceptr, ForeignBlock>* blocks = nullptr;  // made by start()
+  };
+  static constexpr std::size_t kShards = 16;
+  std::array<Shard, kShards> foreign_;
+  Shard& shard_of(CUdeviceptr address) noexcept { return foreign_[(address >> 9) % kShards]; }
+};
+
+// The process's runtime. shared().gate and the flags work from the start, the rest once start() has returned true.
+Runtime& runtime() noexcept;
+
+}  // namespace cushion

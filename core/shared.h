@@ -1,0 +1,51 @@
+// Shared: what all contexts of the process have in common. One object, constant-initialised, never destroyed.
+#pragma once
+
+#include <array>
+#include <atomic>
+
+#include "core/address_map.h"
+#include "core/capture.h"
+#include "core/counters.h"
+#include "core/driver.h"
+#include "core/options.h"
+
+namespace cushion {
+
+class Context;
+
+struct Shared {
+  static constexpr int kDevices = 128;
+  static constexpr int kContexts = 512;
+
+  Driver driver;
+  CaptureGate gate;
+  AddressMap map;
+  Counters counters;
+  std::array<Usage, kDevices> usage;
+  const Options* options = nullptr;  // set once, before the first context
+
+  // Contexts are added and never removed (a handle that comes again finds its old object), so readers need no lock:
+  // acquire on the count shows the entries below it.
+  std::array<std::atomic<Context*>, kContexts> contexts{};
+  std::atomic<int> context_count{0};
+
+  // Set once and never cleared; each turns an optimisation off (relaxed: set before the program can rely on it).
+  std::atomic<bool> green_contexts{false};  // cuCtxRecordEvent would miss a green context's work
+  std::atomic<bool> peers{false};           // another device's work may touch our memory
+  std::atomic<bool> foreign_events{false};  // events are recorded where we cannot see (graph nodes, IPC)
+
+  // Streams that stream-ordered frees were seen on: while there are none, event hooks have nothing to note.
+  std::atomic<int> stream_heaps{0};
+
+  // Bumped when a stream or context goes: thread-local caches of handles are then asked anew.
+  std::atomic<std::uint64_t> handle_epoch{1};
+
+  template <class Visit>
+  void for_each_context(Visit visit) {
+    const int n = context_count.load(std::memory_order_acquire);
+    for (int i = 0; i < n; ++i) visit(*contexts[static_cast<std::size_t>(i)].load(std::memory_order_relaxed));
+  }
+};
+
+}  // namespace cushion

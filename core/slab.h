@@ -1,0 +1,53 @@
+// Slab: host memory for records, taken from the kernel in 1 MiB pieces and never given back, so that a record's
+// address stays readable for ever: a lock-free reader that meets a recycled record sees another record, never an
+// unmapped page. Cost: a pop from a free list. Not thread safe: its owner's lock protects it.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <cstddef>
+#include <new>
+
+namespace cushion {
+
+// Zeroed, lazily committed host pages; null when the kernel has none.
+inline void* map_pages(std::size_t bytes) noexcept {
+  void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  return p == MAP_FAILED ? nullptr : p;
+}
+
+template <class Record>
+class Slab {
+ public:
+  // A value-initialised record, or null when the host is out of memory.
+  Record* make() noexcept {
+    if (free_ == nullptr && !grow()) return nullptr;
+    Node* node = free_;
+    free_ = node->next;
+    return new (node) Record{};
+  }
+  void recycle(Record* record) noexcept {
+    Node* node = new (static_cast<void*>(record)) Node{free_};
+    free_ = node;
+  }
+
+ private:
+  struct Node {
+    Node* next;
+  };
+  static_assert(sizeof(Record) >= sizeof(Node));
+  static constexpr std::size_t kPiece = std::size_t{1} << 20;
+
+  bool grow() noexcept {
+    auto* piece = static_cast<std::byte*>(map_pages(kPiece));
+    if (piece == nullptr) return false;
+    for (std::size_t at = kPiece / sizeof(Record); at-- > 0;) {
+      free_ = new (static_cast<void*>(piece + at * sizeof(Record))) Node{free_};
+    }
+    return true;
+  }
+
+  Node* free_ = nullptr;
+};
+
+}  // namespace cushion

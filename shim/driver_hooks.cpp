@@ -1,0 +1,495 @@
+// Driver hooks: the bodies, one for each line of hooks.def. A body says whose call it is and hands it to core; it
+// decides nothing. Errors leave as the native call would give them.
+#include "core/log.h"
+#include "core/thread.h"
+#include "shim/hooks.h"
+#include "shim/process.h"
+
+namespace cushion {
+namespace {
+
+Shared& shared() noexcept { return runtime().shared(); }
+
+// In the _ptsz variants, stream 0 means the calling thread's own stream.
+CUstream per_thread(CUstream stream) noexcept { return stream == nullptr ? stream_handle(kPerThreadStream) : stream; }
+
+// Passes a call on, and once more if the driver was out of memory and the pool could give some back: Cushion's cache
+// must never make another allocation fail (contract §6).
+template <class Fn, class... Args>
+CUresult with_room(const Real<Fn>& real, Args... args) noexcept {
+  const CUresult result = real(args...);
+  if (result != CUDA_ERROR_OUT_OF_MEMORY) [[likely]] return result;
+  Runtime* rt = serving();
+  return rt != nullptr && rt->relieve() ? real(args...) : result;
+}
+
+// Passes on an allocation that core did not serve, counts it and remembers its block.
+template <class Fn, class... Args>
+CUresult forward(Runtime& rt, Runtime::Outcome outcome, Api api, CUdeviceptr* out, std::size_t bytes, CUstream stream,
+                 const Real<Fn>& real, Args... args) noexcept {
+  const CUresult result = outcome == Runtime::Outcome::exhausted ? real(args...) : with_room(real, args...);
+  rt.forwarded(api);
+  const bool ordered = api == Api::malloc_async || api == Api::from_pool;
+  const bool graph_owned = ordered && shared().gate.capturing(shared().driver, stream);
+  if (result == CUDA_SUCCESS && out != nullptr && !graph_owned) rt.forwarded_block(api, *out, bytes, stream, ordered);
+  return result;
+}
+
+template <class Fn>
+CUresult allocate_async(CUdeviceptr* out, std::size_t bytes, CUstream stream, CUstream as_given, const Real<Fn>& real) noexcept {
+  Runtime* rt = serving_allocation();
+  if (rt == nullptr) return real(out, bytes, as_given);
+  const auto outcome = rt->malloc_async(out, bytes, stream);
+  if (outcome == Runtime::Outcome::served) return CUDA_SUCCESS;
+  return forward(*rt, outcome, Api::malloc_async, out, bytes, stream, real, out, bytes, as_given);
+}
+
+template <class Fn>
+CUresult allocate_from_pool(CUdeviceptr* out, std::size_t bytes, CUmemoryPool pool, CUstream stream, CUstream as_given,
+                            const Real<Fn>& real) noexcept {
+  Runtime* rt = serving_allocation();
+  if (rt == nullptr) return real(out, bytes, pool, as_given);
+  return forward(*rt, Runtime::Outcome::forward, Api::from_pool, out, bytes, stream, real, out, bytes, pool, as_given);
+}
+
+// A free of one of our blocks outside our service: in a forked child CUDA is not initialised; on the way out the
+// driver says whether it is gone.
+CUresult late_free() noexcept {
+  if (g_life.load(std::memory_order_acquire) == Life::forked) return CUDA_ERROR_NOT_INITIALIZED;
+  CUcontext ignored = nullptr;
+  InsideDriver inside;
+  return shared().driver.cuCtxGetCurrent(&ignored) == CUDA_ERROR_DEINITIALIZED ? CUDA_ERROR_DEINITIALIZED : CUDA_SUCCESS;
+}
+
+// `ours` frees a pointer of ours through core. Never lets such a pointer reach the driver.
+template <class Ours, class Fn, class... Args>
+CUresult free_block(CUdeviceptr address, Ours ours, const Real<Fn>& real, Args... args) noexcept {
+  if (g_life.load(std::memory_order_acquire) != Life::serving) return runtime().owns(address) ? late_free() : real(args...);
+  Runtime& rt = runtime();
+  if (const std::optional<CUresult> answer = ours(rt)) return *answer;
+  const std::optional<ForeignBlock> foreign = rt.forget_foreign(address);
+  const CUresult result = real(args...);
+  if (result != CUDA_SUCCESS && foreign) rt.restore_foreign(address, *foreign);
+  count(shared().counters.frees_forwarded);
+  return result;
+}
+
+template <class Fn>
+CUresult free_async(CUdeviceptr address, CUstream stream, CUstream as_given, const Real<Fn>& real) noexcept {
+  return free_block(address, [&](Runtime& rt) { return rt.free_async(address, stream); }, real, address, as_given);
+}
+
+template <class Fn, class... Args>
+CUresult begin_capture(CUstream stream, const Real<Fn>& real, Args... args) noexcept {
+  shared().gate.begin();
+  const CUresult result = real(args...);
+  shared().gate.begun(stream, thread_id(), result == CUDA_SUCCESS);
+  return result;
+}
+
+template <class Fn, class... Args>
+CUresult end_capture(const Real<Fn>& real, Args... args) noexcept {
+  const CUresult result = real(args...);
+  shared().gate.refresh(shared().driver, thread_id());
+  return result;
+}
+
+template <class Fn>
+CUresult destroy_stream(CUstream stream, const Real<Fn>& real) noexcept {
+  shared().gate.forget(stream, thread_id());
+  if (Runtime* rt = serving()) rt->stream_going(stream);
+  return real(stream);
+}
+
+template <class Fn, class... Args>
+CUresult record(CUevent event, CUstream stream, const Real<Fn>& real, Args... args) noexcept {
+  Runtime* rt = serving();
+  if (rt == nullptr) return real(event, args...);
+  Runtime::Mark mark = rt->before_record(stream);
+  const CUresult result = real(event, args...);
+  rt->after_record(event, result == CUDA_SUCCESS ? std::move(mark) : Runtime::Mark{});
+  return result;
+}
+
+template <class Fn>
+CUresult wait(CUstream stream, CUevent event, unsigned flags, CUstream as_given, const Real<Fn>& real) noexcept {
+  Runtime* rt = serving();
+  if (rt == nullptr) return real(as_given, event, flags);
+  const Runtime::Mark mark = rt->before_wait(event);
+  const CUresult result = real(as_given, event, flags);
+  if (result == CUDA_SUCCESS) rt->after_wait(stream, mark);
+  return result;
+}
+
+void note_external_record(unsigned flags) noexcept {
+  if ((flags & CU_EVENT_RECORD_EXTERNAL) != 0) shared().foreign_events.store(true, std::memory_order_relaxed);
+}
+
+// An event whose last record is not on a stream says nothing that we know how to use.
+template <class Fn, class Context>
+CUresult record_context(Context context, CUevent event, const Real<Fn>& real) noexcept {
+  if (Runtime* rt = serving()) rt->forget_event(event);
+  return real(context, event);
+}
+
+template <class Fn>
+CUresult destroy_event(CUevent event, const Real<Fn>& real) noexcept {
+  if (Runtime* rt = serving()) rt->forget_event(event);
+  return real(event);
+}
+
+// Events recorded by graphs or other processes escape our sight: from then on no order is concluded from any event.
+template <class Fn, class... Args>
+CUresult with_foreign_events(const Real<Fn>& real, Args... args) noexcept {
+  shared().foreign_events.store(true, std::memory_order_relaxed);
+  return real(args...);
+}
+
+// A call that may end `context`; `ended` says after success whether it did.
+template <class Ended, class Fn, class... Args>
+CUresult end_context(Context* context, Ended ended, const Real<Fn>& real, Args... args) noexcept {
+  if (context == nullptr) return real(args...);
+  context->closing(true);
+  const CUresult result = real(args...);
+  if (result == CUDA_SUCCESS && ended()) runtime().ended(*context);
+  context->closing(false);
+  return result;
+}
+
+template <class Fn>
+CUresult destroy_context(CUcontext handle, const Real<Fn>& real) noexcept {
+  Runtime* rt = serving();
+  return end_context(rt != nullptr ? rt->find_context(handle) : nullptr, [] { return true; }, real, handle);
+}
+
+template <class Fn>
+CUresult release_primary(CUdevice device, const Real<Fn>& real) noexcept {
+  Runtime* rt = serving();
+  const auto was_last = [device] {
+    unsigned flags = 0;
+    int active = 1;
+    return shared().driver.call(shared().driver.cuDevicePrimaryCtxGetState, device, &flags, &active) == CUDA_SUCCESS && active == 0;
+  };
+  return end_context(rt != nullptr ? rt->find_primary(device) : nullptr, was_last, real, device);
+}
+
+template <class Fn>
+CUresult reset_primary(CUdevice device, const Real<Fn>& real) noexcept {
+  Runtime* rt = serving();
+  return end_context(rt != nullptr ? rt->find_primary(device) : nullptr, [] { return true; }, real, device);
+}
+
+template <class Fn, class... Args>
+CUresult create_context(CUcontext* out, const Real<Fn>& real, Args... args) noexcept {
+  const CUresult result = with_room(real, out, args...);
+  if (result == CUDA_SUCCESS) runtime().context_created(*out);
+  return result;
+}
+
+template <class Fn, class... Args>
+CUresult synchronize(CUcontext context, const Real<Fn>& real, Args... args) noexcept {
+  Runtime* rt = serving();
+  if (rt == nullptr) return real(args...);
+  const Runtime::SyncMark mark = rt->before_synchronize(context);
+  const CUresult result = real(args...);
+  if (result == CUDA_SUCCESS) rt->after_synchronize(mark);
+  return result;
+}
+
+void refuse_ipc() noexcept {
+  static constinit std::atomic<bool> told{false};
+  count(shared().counters.ipc_refused);
+  if (!told.exchange(true)) {
+    log::complain("cuIpcGetMemHandle answers CUDA_ERROR_NOT_SUPPORTED for blocks of the pool (it would name the whole segment); "
+                  "run with CUSHION_ALLOCATOR=cuda to share memory between processes");
+  }
+}
+
+// Blocks of the pool cannot be exported by legacy IPC: natively this attribute is 1 for cudaMalloc. The driver has
+// written a true; clearing its first byte makes it false whatever its width.
+void hide_ipc(CUpointer_attribute attribute, void* data, CUdeviceptr address) noexcept {
+  if (attribute == CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE && data != nullptr && runtime().owns(address)) {
+    *static_cast<unsigned char*>(data) = 0;
+  }
+}
+
+}  // namespace
+}  // namespace cushion
+
+using namespace cushion;
+
+// ---- lookup ------------------------------------------------------------------------------------------------------
+
+CUresult hook_cuGetProcAddress(const char* symbol, void** function, int version, cuuint64_t flags) noexcept {
+  const CUresult result = real_cuGetProcAddress(symbol, function, version, flags);
+  if (result == CUDA_SUCCESS && function != nullptr && *function != nullptr) *function = replacement_of(*function);
+  return result;
+}
+CUresult hook_cuGetProcAddress_v2(const char* symbol, void** function, int version, cuuint64_t flags,
+                                  CUdriverProcAddressQueryResult* status) noexcept {
+  const CUresult result = real_cuGetProcAddress_v2(symbol, function, version, flags, status);
+  if (result == CUDA_SUCCESS && function != nullptr && *function != nullptr) *function = replacement_of(*function);
+  return result;
+}
+
+// ---- allocation and free -----------------------------------------------------------------------------------------
+
+CUresult hook_cuMemAlloc_v2(CUdeviceptr* out, std::size_t bytes) noexcept {
+  Runtime* rt = serving_allocation();
+  if (rt == nullptr) return real_cuMemAlloc_v2(out, bytes);
+  const auto outcome = rt->malloc(out, bytes, Api::malloc);
+  if (outcome == Runtime::Outcome::served) return CUDA_SUCCESS;
+  return forward(*rt, outcome, Api::malloc, out, bytes, nullptr, real_cuMemAlloc_v2, out, bytes);
+}
+
+CUresult hook_cuMemAllocPitch_v2(CUdeviceptr* out, std::size_t* pitch, std::size_t width, std::size_t height, unsigned element) noexcept {
+  constexpr std::size_t kPitch = 512;  // measured: the driver rounds every width up to this
+  Runtime* rt = serving_allocation();
+  if (rt == nullptr) return real_cuMemAllocPitch_v2(out, pitch, width, height, element);
+  const bool plain = pitch != nullptr && (element == 4 || element == 8 || element == 16) && width != 0 && height != 0 &&
+                     width <= std::size_t{1} << 31 && height <= std::size_t{1} << 31;
+  const std::size_t row = round_up(width, kPitch);
+  const auto outcome = plain ? rt->malloc(out, row * height, Api::pitch) : Runtime::Outcome::forward;
+  if (outcome == Runtime::Outcome::served) {
+    *pitch = row;
+    return CUDA_SUCCESS;
+  }
+  return forward(*rt, outcome, Api::pitch, out, row * height, nullptr, real_cuMemAllocPitch_v2, out, pitch, width, height, element);
+}
+
+CUresult hook_cuMemFree_v2(CUdeviceptr address) noexcept {
+  return free_block(address, [&](Runtime& rt) { return rt.free(address); }, real_cuMemFree_v2, address);
+}
+
+CUresult hook_cuMemAllocAsync(CUdeviceptr* out, std::size_t bytes, CUstream stream) noexcept {
+  return allocate_async(out, bytes, stream, stream, real_cuMemAllocAsync);
+}
+CUresult hook_cuMemAllocAsync_ptsz(CUdeviceptr* out, std::size_t bytes, CUstream stream) noexcept {
+  return allocate_async(out, bytes, per_thread(stream), stream, real_cuMemAllocAsync_ptsz);
+}
+CUresult hook_cuMemFreeAsync(CUdeviceptr address, CUstream stream) noexcept {
+  return free_async(address, stream, stream, real_cuMemFreeAsync);
+}
+CUresult hook_cuMemFreeAsync_ptsz(CUdeviceptr address, CUstream stream) noexcept {
+  return free_async(address, per_thread(stream), stream, real_cuMemFreeAsync_ptsz);
+}
+
+CUresult hook_cuMemGetInfo_v2(std::size_t* idle, std::size_t* total) noexcept {
+  const CUresult result = real_cuMemGetInfo_v2(idle, total);
+  Runtime* rt = serving();
+  if (result == CUDA_SUCCESS && idle != nullptr && rt != nullptr) *idle += rt->unused_in_current();
+  return result;
+}
+
+CUresult hook_cuMemAllocManaged(CUdeviceptr* out, std::size_t bytes, unsigned flags) noexcept {
+  Runtime* rt = serving_allocation();
+  if (rt == nullptr) return real_cuMemAllocManaged(out, bytes, flags);
+  return forward(*rt, Runtime::Outcome::forward, Api::managed, out, bytes, nullptr, real_cuMemAllocManaged, out, bytes, flags);
+}
+CUresult hook_cuMemAllocFromPoolAsync(CUdeviceptr* out, std::size_t bytes, CUmemoryPool pool, CUstream stream) noexcept {
+  return allocate_from_pool(out, bytes, pool, stream, stream, real_cuMemAllocFromPoolAsync);
+}
+CUresult hook_cuMemAllocFromPoolAsync_ptsz(CUdeviceptr* out, std::size_t bytes, CUmemoryPool pool, CUstream stream) noexcept {
+  return allocate_from_pool(out, bytes, pool, per_thread(stream), stream, real_cuMemAllocFromPoolAsync_ptsz);
+}
+CUresult hook_cuMemCreate(CUmemGenericAllocationHandle* out, std::size_t bytes, const CUmemAllocationProp* properties,
+                          unsigned long long flags) noexcept {
+  if (Runtime* rt = serving_allocation()) rt->forwarded(Api::vmm);
+  return with_room(real_cuMemCreate, out, bytes, properties, flags);
+}
+CUresult hook_cuMemHostAlloc(void** out, std::size_t bytes, unsigned flags) noexcept {
+  if (Runtime* rt = serving()) rt->forwarded(Api::host);
+  return real_cuMemHostAlloc(out, bytes, flags);
+}
+CUresult hook_cuMemAllocHost_v2(void** out, std::size_t bytes) noexcept {
+  if (Runtime* rt = serving()) rt->forwarded(Api::host);
+  return real_cuMemAllocHost_v2(out, bytes);
+}
+
+// ---- passed on, with room made -----------------------------------------------------------------------------------
+
+#define CUSHION_WITH_ROOM(elf, parameters, ...) \
+  CUresult hook_##elf parameters noexcept { return with_room(real_##elf, __VA_ARGS__); }
+
+CUSHION_WITH_ROOM(cuArrayCreate_v2, (CUarray * a, const CUDA_ARRAY_DESCRIPTOR* b), a, b)
+CUSHION_WITH_ROOM(cuArray3DCreate_v2, (CUarray * a, const CUDA_ARRAY3D_DESCRIPTOR* b), a, b)
+CUSHION_WITH_ROOM(cuMipmappedArrayCreate, (CUmipmappedArray * a, const CUDA_ARRAY3D_DESCRIPTOR* b, unsigned c), a, b, c)
+CUSHION_WITH_ROOM(cuMemPoolCreate, (CUmemoryPool * a, const CUmemPoolProps* b), a, b)
+CUSHION_WITH_ROOM(cuModuleLoad, (CUmodule * a, const char* b), a, b)
+CUSHION_WITH_ROOM(cuModuleLoadData, (CUmodule * a, const void* b), a, b)
+CUSHION_WITH_ROOM(cuModuleLoadDataEx, (CUmodule * a, const void* b, unsigned c, CUjit_option* d, void** e), a, b, c, d, e)
+CUSHION_WITH_ROOM(cuModuleLoadFatBinary, (CUmodule * a, const void* b), a, b)
+CUSHION_WITH_ROOM(cuLibraryLoadData,
+                  (CUlibrary * a, const void* b, CUjit_option* c, void** d, unsigned e, CUlibraryOption* f, void** g, unsigned h), a,
+                  b, c, d, e, f, g, h)
+CUSHION_WITH_ROOM(cuLibraryLoadFromFile,
+                  (CUlibrary * a, const char* b, CUjit_option* c, void** d, unsigned e, CUlibraryOption* f, void** g, unsigned h), a,
+                  b, c, d, e, f, g, h)
+CUSHION_WITH_ROOM(cuStreamCreate, (CUstream * a, unsigned b), a, b)
+CUSHION_WITH_ROOM(cuStreamCreateWithPriority, (CUstream * a, unsigned b, int c), a, b, c)
+CUSHION_WITH_ROOM(cuEventCreate, (CUevent * a, unsigned b), a, b)
+CUSHION_WITH_ROOM(cuGraphInstantiate, (CUgraphExec * a, CUgraph b, CUgraphNode* c, char* d, std::size_t e), a, b, c, d, e)
+CUSHION_WITH_ROOM(cuGraphInstantiate_v2, (CUgraphExec * a, CUgraph b, CUgraphNode* c, char* d, std::size_t e), a, b, c, d, e)
+CUSHION_WITH_ROOM(cuGraphInstantiateWithFlags, (CUgraphExec * a, CUgraph b, unsigned long long c), a, b, c)
+CUSHION_WITH_ROOM(cuGraphInstantiateWithParams, (CUgraphExec * a, CUgraph b, CUDA_GRAPH_INSTANTIATE_PARAMS* c), a, b, c)
+CUSHION_WITH_ROOM(cuGraphInstantiateWithParams_ptsz, (CUgraphExec * a, CUgraph b, CUDA_GRAPH_INSTANTIATE_PARAMS* c), a, b, c)
+CUSHION_WITH_ROOM(cuGraphLaunch, (CUgraphExec a, CUstream b), a, b)
+CUSHION_WITH_ROOM(cuGraphLaunch_ptsz, (CUgraphExec a, CUstream b), a, b)
+CUSHION_WITH_ROOM(cuLaunchKernel,
+                  (CUfunction a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned f, unsigned g, unsigned h, CUstream i,
+                   void** j, void** k),
+                  a, b, c, d, e, f, g, h, i, j, k)
+CUSHION_WITH_ROOM(cuLaunchKernel_ptsz,
+                  (CUfunction a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned f, unsigned g, unsigned h, CUstream i,
+                   void** j, void** k),
+                  a, b, c, d, e, f, g, h, i, j, k)
+CUSHION_WITH_ROOM(cuLaunchKernelEx, (const CUlaunchConfig* a, CUfunction b, void** c, void** d), a, b, c, d)
+CUSHION_WITH_ROOM(cuLaunchKernelEx_ptsz, (const CUlaunchConfig* a, CUfunction b, void** c, void** d), a, b, c, d)
+CUSHION_WITH_ROOM(cuLaunchCooperativeKernel,
+                  (CUfunction a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned f, unsigned g, unsigned h, CUstream i,
+                   void** j),
+                  a, b, c, d, e, f, g, h, i, j)
+CUSHION_WITH_ROOM(cuLaunchCooperativeKernel_ptsz,
+                  (CUfunction a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned f, unsigned g, unsigned h, CUstream i,
+                   void** j),
+                  a, b, c, d, e, f, g, h, i, j)
+
+// ---- streams and captures ----------------------------------------------------------------------------------------
+
+CUresult hook_cuStreamDestroy(CUstream stream) noexcept { return destroy_stream(stream, real_cuStreamDestroy); }
+CUresult hook_cuStreamDestroy_v2(CUstream stream) noexcept { return destroy_stream(stream, real_cuStreamDestroy_v2); }
+
+CUresult hook_cuStreamBeginCapture(CUstream stream) noexcept { return begin_capture(stream, real_cuStreamBeginCapture, stream); }
+CUresult hook_cuStreamBeginCapture_ptsz(CUstream stream) noexcept {
+  return begin_capture(per_thread(stream), real_cuStreamBeginCapture_ptsz, stream);
+}
+CUresult hook_cuStreamBeginCapture_v2(CUstream stream, CUstreamCaptureMode mode) noexcept {
+  return begin_capture(stream, real_cuStreamBeginCapture_v2, stream, mode);
+}
+CUresult hook_cuStreamBeginCapture_v2_ptsz(CUstream stream, CUstreamCaptureMode mode) noexcept {
+  return begin_capture(per_thread(stream), real_cuStreamBeginCapture_v2_ptsz, stream, mode);
+}
+CUresult hook_cuStreamBeginCaptureToGraph(CUstream stream, CUgraph graph, const CUgraphNode* nodes, const CUgraphEdgeData* edges,
+                                          std::size_t n, CUstreamCaptureMode mode) noexcept {
+  return begin_capture(stream, real_cuStreamBeginCaptureToGraph, stream, graph, nodes, edges, n, mode);
+}
+CUresult hook_cuStreamBeginCaptureToGraph_ptsz(CUstream stream, CUgraph graph, const CUgraphNode* nodes,
+                                               const CUgraphEdgeData* edges, std::size_t n, CUstreamCaptureMode mode) noexcept {
+  return begin_capture(per_thread(stream), real_cuStreamBeginCaptureToGraph_ptsz, stream, graph, nodes, edges, n, mode);
+}
+CUresult hook_cuStreamEndCapture(CUstream stream, CUgraph* graph) noexcept {
+  return end_capture(real_cuStreamEndCapture, stream, graph);
+}
+CUresult hook_cuStreamEndCapture_ptsz(CUstream stream, CUgraph* graph) noexcept {
+  return end_capture(real_cuStreamEndCapture_ptsz, stream, graph);
+}
+
+// ---- events ------------------------------------------------------------------------------------------------------
+
+CUresult hook_cuEventRecord(CUevent event, CUstream stream) noexcept { return record(event, stream, real_cuEventRecord, stream); }
+CUresult hook_cuEventRecord_ptsz(CUevent event, CUstream stream) noexcept {
+  return record(event, per_thread(stream), real_cuEventRecord_ptsz, stream);
+}
+CUresult hook_cuEventRecordWithFlags(CUevent event, CUstream stream, unsigned flags) noexcept {
+  note_external_record(flags);
+  return record(event, stream, real_cuEventRecordWithFlags, stream, flags);
+}
+CUresult hook_cuEventRecordWithFlags_ptsz(CUevent event, CUstream stream, unsigned flags) noexcept {
+  note_external_record(flags);
+  return record(event, per_thread(stream), real_cuEventRecordWithFlags_ptsz, stream, flags);
+}
+CUresult hook_cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags) noexcept {
+  return wait(stream, event, flags, stream, real_cuStreamWaitEvent);
+}
+CUresult hook_cuStreamWaitEvent_ptsz(CUstream stream, CUevent event, unsigned flags) noexcept {
+  return wait(per_thread(stream), event, flags, stream, real_cuStreamWaitEvent_ptsz);
+}
+CUresult hook_cuEventDestroy(CUevent event) noexcept { return destroy_event(event, real_cuEventDestroy); }
+CUresult hook_cuEventDestroy_v2(CUevent event) noexcept { return destroy_event(event, real_cuEventDestroy_v2); }
+CUresult hook_cuCtxRecordEvent(CUcontext context, CUevent event) noexcept {
+  return record_context(context, event, real_cuCtxRecordEvent);
+}
+CUresult hook_cuGreenCtxRecordEvent(CUgreenCtx context, CUevent event) noexcept {
+  return record_context(context, event, real_cuGreenCtxRecordEvent);
+}
+CUresult hook_cuGraphAddEventRecordNode(CUgraphNode* node, CUgraph graph, const CUgraphNode* after, std::size_t n, CUevent event) noexcept {
+  return with_foreign_events(real_cuGraphAddEventRecordNode, node, graph, after, n, event);
+}
+CUresult hook_cuGraphAddNode(CUgraphNode* node, CUgraph graph, const CUgraphNode* after, std::size_t n, CUgraphNodeParams* params) noexcept {
+  if (params == nullptr || params->type != CU_GRAPH_NODE_TYPE_EVENT_RECORD) return real_cuGraphAddNode(node, graph, after, n, params);
+  return with_foreign_events(real_cuGraphAddNode, node, graph, after, n, params);
+}
+CUresult hook_cuGraphAddNode_v2(CUgraphNode* node, CUgraph graph, const CUgraphNode* after, const CUgraphEdgeData* edges,
+                                std::size_t n, CUgraphNodeParams* params) noexcept {
+  if (params == nullptr || params->type != CU_GRAPH_NODE_TYPE_EVENT_RECORD) {
+    return real_cuGraphAddNode_v2(node, graph, after, edges, n, params);
+  }
+  return with_foreign_events(real_cuGraphAddNode_v2, node, graph, after, edges, n, params);
+}
+CUresult hook_cuIpcGetEventHandle(CUipcEventHandle* handle, CUevent event) noexcept {
+  return with_foreign_events(real_cuIpcGetEventHandle, handle, event);
+}
+CUresult hook_cuIpcOpenEventHandle(CUevent* event, CUipcEventHandle handle) noexcept {
+  return with_foreign_events(real_cuIpcOpenEventHandle, event, handle);
+}
+
+// ---- contexts ----------------------------------------------------------------------------------------------------
+
+CUresult hook_cuCtxSynchronize() noexcept { return synchronize(nullptr, real_cuCtxSynchronize); }
+CUresult hook_cuCtxSynchronize_v2(CUcontext context) noexcept { return synchronize(context, real_cuCtxSynchronize_v2, context); }
+
+CUresult hook_cuCtxCreate_v2(CUcontext* out, unsigned flags, CUdevice device) noexcept {
+  return create_context(out, real_cuCtxCreate_v2, flags, device);
+}
+CUresult hook_cuCtxCreate_v3(CUcontext* out, CUexecAffinityParam* affinity, int n, unsigned flags, CUdevice device) noexcept {
+  return create_context(out, real_cuCtxCreate_v3, affinity, n, flags, device);
+}
+CUresult hook_cuCtxCreate_v4(CUcontext* out, CUctxCreateParams* params, unsigned flags, CUdevice device) noexcept {
+  return create_context(out, real_cuCtxCreate_v4, params, flags, device);
+}
+CUresult hook_cuCtxDestroy(CUcontext context) noexcept { return destroy_context(context, real_cuCtxDestroy); }
+CUresult hook_cuCtxDestroy_v2(CUcontext context) noexcept { return destroy_context(context, real_cuCtxDestroy_v2); }
+CUresult hook_cuCtxDetach(CUcontext context) noexcept { return destroy_context(context, real_cuCtxDetach); }
+CUresult hook_cuDevicePrimaryCtxRelease(CUdevice device) noexcept { return release_primary(device, real_cuDevicePrimaryCtxRelease); }
+CUresult hook_cuDevicePrimaryCtxRelease_v2(CUdevice device) noexcept {
+  return release_primary(device, real_cuDevicePrimaryCtxRelease_v2);
+}
+CUresult hook_cuDevicePrimaryCtxReset(CUdevice device) noexcept { return reset_primary(device, real_cuDevicePrimaryCtxReset); }
+CUresult hook_cuDevicePrimaryCtxReset_v2(CUdevice device) noexcept { return reset_primary(device, real_cuDevicePrimaryCtxReset_v2); }
+CUresult hook_cuGreenCtxCreate(CUgreenCtx* out, CUdevResourceDesc resources, CUdevice device, unsigned flags) noexcept {
+  shared().green_contexts.store(true, std::memory_order_relaxed);
+  return with_room(real_cuGreenCtxCreate, out, resources, device, flags);
+}
+CUresult hook_cuCtxEnablePeerAccess(CUcontext peer, unsigned flags) noexcept {
+  const CUresult result = real_cuCtxEnablePeerAccess(peer, flags);
+  if (result == CUDA_SUCCESS) runtime().peer_enabled(serving() != nullptr);
+  return result;
+}
+
+// ---- pools and sharing between processes -------------------------------------------------------------------------
+
+CUresult hook_cuMemPoolSetAccess(CUmemoryPool pool, const CUmemAccessDesc* map, std::size_t n) noexcept {
+  runtime().every_pool_changed();
+  return real_cuMemPoolSetAccess(pool, map, n);
+}
+CUresult hook_cuDeviceSetMemPool(CUdevice device, CUmemoryPool pool) noexcept {
+  runtime().pool_changed(device);
+  return real_cuDeviceSetMemPool(device, pool);
+}
+CUresult hook_cuIpcGetMemHandle(CUipcMemHandle* handle, CUdeviceptr address) noexcept {
+  if (!runtime().owns(address)) return real_cuIpcGetMemHandle(handle, address);
+  refuse_ipc();
+  return CUDA_ERROR_NOT_SUPPORTED;
+}
+CUresult hook_cuPointerGetAttribute(void* data, CUpointer_attribute attribute, CUdeviceptr address) noexcept {
+  const CUresult result = real_cuPointerGetAttribute(data, attribute, address);
+  if (result == CUDA_SUCCESS) hide_ipc(attribute, data, address);
+  return result;
+}
+CUresult hook_cuPointerGetAttributes(unsigned n, CUpointer_attribute* attributes, void** data, CUdeviceptr address) noexcept {
+  const CUresult result = real_cuPointerGetAttributes(n, attributes, data, address);
+  if (result == CUDA_SUCCESS) {
+    for (unsigned i = 0; i < n; ++i) hide_ipc(attributes[i], data[i], address);
+  }
+  return result;
+}

@@ -1,0 +1,102 @@
+#include "shim/process.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <mutex>
+
+#include "shim/hooks.h"
+
+namespace cushion {
+
+constinit std::atomic<Life> g_life{Life::fresh};
+
+namespace {
+
+constinit std::mutex g_start_mutex;  // one thread starts the runtime; g_life's release shows it to the others
+
+// Deadly signals. A handler is installed only where the disposition is the default one: JVMs and others live with
+// SIGSEGV. It writes the report with what may be called in a handler, and dies as the program would have.
+constexpr int kDeadly[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGXCPU};
+
+void on_deadly_signal(int number, siginfo_t* info, void*) noexcept {
+  const int saved = errno;
+  if (g_life.load(std::memory_order_acquire) == Life::serving) {
+    char how[] = "signal 00";
+    how[7] = static_cast<char>('0' + number / 10);
+    how[8] = static_cast<char>('0' + number % 10);
+    runtime().report(number < 10 ? (how[7] = how[8], how[8] = '\0', how) : how, true);
+  }
+  struct sigaction plain {};
+  plain.sa_handler = SIG_DFL;
+  sigaction(number, &plain, nullptr);
+  // A fault happens again when the handler returns, and so leaves a core at its place; a sent signal is sent again.
+  if (info == nullptr || info->si_code <= 0) raise(number);
+  errno = saved;
+}
+
+void watch_signals() noexcept {
+  for (const int number : kDeadly) {
+    struct sigaction now {};
+    if (sigaction(number, nullptr, &now) != 0 || (now.sa_flags & SA_SIGINFO) != 0 || now.sa_handler != SIG_DFL) continue;
+    struct sigaction ours {};
+    ours.sa_sigaction = on_deadly_signal;
+    ours.sa_flags = SA_SIGINFO | SA_ONSTACK;
+    sigemptyset(&ours.sa_mask);
+    sigaction(number, &ours, nullptr);
+  }
+}
+
+void finish(const char* how) noexcept {
+  if (g_life.load(std::memory_order_acquire) != Life::serving) return;
+  runtime().report(how, false);
+}
+
+void in_forked_child() noexcept {
+  if (g_life.load(std::memory_order_relaxed) == Life::serving) g_life.store(Life::forked, std::memory_order_release);
+}
+
+void at_quick_exit_hook() { finish("quick_exit"); }
+
+// Runs after the program's atexit handlers and static destructors, so that what they free is not called a leak.
+__attribute__((destructor)) void at_unload() {
+  if (g_life.load(std::memory_order_acquire) != Life::serving) return;
+  finish("exit");
+  g_life.store(Life::ended, std::memory_order_release);
+}
+
+[[noreturn]] void leave(int status) noexcept {
+  finish("_exit");
+  for (;;) syscall(SYS_exit_group, status);
+}
+
+}  // namespace
+
+void start_serving() noexcept {
+  std::lock_guard lock(g_start_mutex);
+  if (g_life.load(std::memory_order_relaxed) != Life::fresh) return;
+  if (inert(program_invocation_short_name)) {
+    g_life.store(Life::native, std::memory_order_release);
+    return;
+  }
+  if (!bind_driver()) return;  // no driver is loaded: this allocation fails natively, the next may not
+  const bool started = runtime().start(environ, program_invocation_short_name);
+  if (started) {
+    pthread_atfork(nullptr, nullptr, in_forked_child);
+    at_quick_exit(at_quick_exit_hook);
+    watch_signals();
+  }
+  g_life.store(started ? Life::serving : Life::native, std::memory_order_release);
+}
+
+}  // namespace cushion
+
+extern "C" {
+__attribute__((visibility("default"))) void _exit(int status) { cushion::leave(status); }
+__attribute__((visibility("default"))) void _Exit(int status) noexcept { cushion::leave(status); }
+}
