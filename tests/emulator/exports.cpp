@@ -11,7 +11,7 @@
 #include <array>
 #include <atomic>
 #include <cstdio>
-#include <cstring>
+#include <exception>
 #include <new>
 #include <string_view>
 #include <tuple>
@@ -116,6 +116,8 @@ CUresult Call(Function id, Body body) noexcept {
     return failure.code;
   } catch (const std::bad_alloc&) {
     return CUDA_ERROR_OUT_OF_MEMORY;
+  } catch (const std::exception&) {  // no thread for a stream
+    return CUDA_ERROR_UNKNOWN;
   }
 }
 

@@ -15,7 +15,7 @@ namespace harness {
 
 struct ChildResult {
   int status = -1;     // the exit status, or minus the signal that ended it
-  std::string output;  // stdout and stderr together
+  std::string output;  // stdout and stderr together, googletest's own lines among them
 };
 
 using Environment = std::map<std::string, std::string>;
