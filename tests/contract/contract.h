@@ -18,22 +18,25 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <string>
-#include <utility>
 #include <vector>
 
-#include "tests/harness/harness.h"
+#include "tests/harness/gpu.h"
+#include "tests/harness/launch.h"
 
 namespace contract {
 
 using namespace std::chrono_literals;
-using harness::cu;
+using harness::driver;
+using harness::Driver;
+using harness::Event;
+using harness::SharedWord;
+using harness::Stream;
 
 inline constexpr std::size_t KiB = 1024;
 inline constexpr std::size_t MiB = 1024 * KiB;
 
 bool under_cushion();  // libcushion.so is mapped into this process
 bool deferred();       // … and runs with CUSHION_FREE=deferred
-bool emulated();       // the driver is the emulated one
 
 // --- Memory ----------------------------------------------------------------------------------------------
 
@@ -41,52 +44,8 @@ CUdeviceptr allocate(std::size_t size);                         // cuMemAlloc th
 CUdeviceptr allocate_async(std::size_t size, CUstream stream);  // cuMemAllocAsync that must succeed
 std::size_t free_memory();                                      // cuMemGetInfo's free bytes
 
-// A word of mapped host memory: a counter or flag that kernels and the host both see. Create it before any
-// work is in flight: pinning memory may wait.
-class Word {
- public:
-  Word();
-  ~Word();
-  Word(const Word&) = delete;
-  Word& operator=(const Word&) = delete;
-
-  CUdeviceptr device() const { return device_; }
-  std::uint32_t get() const;
-  void set(std::uint32_t value) const;
-
- private:
-  std::uint32_t* host_ = nullptr;
-  CUdeviceptr device_ = 0;
-};
-
 // --- Streams and work --------------------------------------------------------------------------------------
-
-class Stream {
- public:
-  explicit Stream(unsigned flags = CU_STREAM_NON_BLOCKING);
-  ~Stream();
-  Stream(const Stream&) = delete;
-  Stream& operator=(const Stream&) = delete;
-
-  operator CUstream() const { return stream_; }
-  CUstream release() { return std::exchange(stream_, nullptr); }  // the caller destroys it
-
- private:
-  CUstream stream_ = nullptr;
-};
-
-class Event {
- public:
-  explicit Event(unsigned flags = CU_EVENT_DISABLE_TIMING);
-  ~Event();
-  Event(const Event&) = delete;
-  Event& operator=(const Event&) = delete;
-
-  operator CUevent() const { return event_; }
-
- private:
-  CUevent event_ = nullptr;
-};
+// A SharedWord is made before any work is in flight: pinning memory may wait.
 
 bool busy(CUstream stream);  // work is still queued or running there
 void finish(CUstream stream);
@@ -98,12 +57,12 @@ void order(CUstream before, CUstream after);
 void hold(CUstream stream, std::chrono::milliseconds time);
 void fill(CUstream stream, CUdeviceptr p, std::size_t size, std::uint8_t byte, std::chrono::milliseconds time = 0ms);
 void copy(CUstream stream, CUdeviceptr to, CUdeviceptr from, std::size_t size, std::chrono::milliseconds time = 0ms);
-void check(CUstream stream, CUdeviceptr p, std::size_t size, std::uint8_t byte, const Word& bad);
+void check(CUstream stream, CUdeviceptr p, std::size_t size, std::uint8_t byte, const SharedWord& bad);
 // Writes first, then waits, then counts the bytes that somebody else changed meanwhile.
 void fill_hold_check(CUstream stream, CUdeviceptr p, std::size_t size, std::uint8_t byte,
-                     std::chrono::milliseconds time, const Word& bad);
+                     std::chrono::milliseconds time, const SharedWord& bad);
 // Spins until the flag is set, or `timeout` so that a failing test ends.
-void wait_flag(CUstream stream, const Word& flag, std::chrono::milliseconds timeout);
+void wait_flag(CUstream stream, const SharedWord& flag, std::chrono::milliseconds timeout);
 
 // The primary context of device 0 is current; the test leaves it idle and healthy.
 class Contract : public testing::Test {

@@ -40,7 +40,7 @@ int exit_code(pid_t child) {
 // Leaves three blocks of 1000 bytes behind, having had 2 MiB more.
 void leave_blocks() {
   for (int i = 0; i < 3; ++i) allocate(1000);
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(allocate(2 * MiB)));
+  CHECK_CU(CUDA_SUCCESS, driver().MemFree(allocate(2 * MiB)));
 }
 
 SCENARIO(ends_by_return) { leave_blocks(); }
@@ -157,10 +157,10 @@ SCENARIO(runs_natively) {
   const CUdeviceptr p = allocate(1000);
   CUdeviceptr base = 0;
   std::size_t size = 0;
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemGetAddressRange(&base, &size, p));
+  CHECK_CU(CUDA_SUCCESS, driver().MemGetAddressRange(&base, &size, p));
   EXPECT_EQ(base, p);
   EXPECT_EQ(size, 1000U) << "the driver's own block, not one of a pool";
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(p));
+  CHECK_CU(CUDA_SUCCESS, driver().MemFree(p));
 }
 
 TEST_F(Process, ABadOptionIsOneLineAndNativeCuda) {
@@ -188,14 +188,14 @@ SCENARIO(forks_after_allocating) {
   const pid_t child = fork();
   if (child == 0) {
     CUdeviceptr q = 0;
-    CHECK_CU(CUDA_ERROR_NOT_INITIALIZED, cu().cuMemFree(p));
-    CHECK_CU(CUDA_ERROR_NOT_INITIALIZED, cu().cuMemAlloc(&q, MiB));
+    CHECK_CU(CUDA_ERROR_NOT_INITIALIZED, driver().MemFree(p));
+    CHECK_CU(CUDA_ERROR_NOT_INITIALIZED, driver().MemAlloc(&q, MiB));
     std::exit(expectations_failed() ? 1 : 33);
   }
   EXPECT_EQ(exit_code(child), 33);
   EXPECT_FALSE(report_exists());
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemsetD8(p, 1, MiB));
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(p));
+  CHECK_CU(CUDA_SUCCESS, driver().MemsetD8(p, 1, MiB));
+  CHECK_CU(CUDA_SUCCESS, driver().MemFree(p));
 }
 
 TEST_F(Process, AForkedChildIsLeftAlone) {
@@ -209,20 +209,20 @@ TEST_F(Process, AForkedChildIsLeftAlone) {
 // While other threads allocate and free all the time, so that some lock is likely held at a fork.
 SCENARIO(forks_while_threads_allocate) {
   CUcontext context = nullptr;
-  CHECK_CU(CUDA_SUCCESS, cu().cuCtxGetCurrent(&context));
+  CHECK_CU(CUDA_SUCCESS, driver().CtxGetCurrent(&context));
   std::atomic<bool> stop{false};
   std::vector<std::thread> threads;
   for (int i = 0; i < 2; ++i) {
     threads.emplace_back([&] {
-      CHECK_CU(CUDA_SUCCESS, cu().cuCtxSetCurrent(context));
-      while (!stop) CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(allocate(64 * KiB)));
+      CHECK_CU(CUDA_SUCCESS, driver().CtxSetCurrent(context));
+      while (!stop) CHECK_CU(CUDA_SUCCESS, driver().MemFree(allocate(64 * KiB)));
     });
   }
   for (int round = 0; round < 20; ++round) {
     const pid_t child = fork();
     if (child == 0) {
       CUdeviceptr p = 0;
-      _exit(cu().cuMemAlloc(&p, 64 * KiB) == CUDA_SUCCESS ? 1 : 33);
+      _exit(driver().MemAlloc(&p, 64 * KiB) == CUDA_SUCCESS ? 1 : 33);
     }
     EXPECT_EQ(exit_code(child), 33);
   }
@@ -303,15 +303,15 @@ TEST_F(Process, AnIpcHandleIsTheBlocksOwnOrAnError) {
   const CUdeviceptr first = allocate(MiB), second = allocate(MiB);
   CUipcMemHandle handle{};
   for (const CUdeviceptr p : {first, second}) {
-    const CUresult result = cu().cuIpcGetMemHandle(&handle, p);
+    const CUresult result = driver().IpcGetMemHandle(&handle, p);
     if (under_cushion()) {
       EXPECT_NE(result, CUDA_SUCCESS) << "the segment's handle would be somebody else's memory";
     } else {
       EXPECT_EQ(result, CUDA_SUCCESS);
     }
   }
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(first));
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(second));
+  CHECK_CU(CUDA_SUCCESS, driver().MemFree(first));
+  CHECK_CU(CUDA_SUCCESS, driver().MemFree(second));
 }
 
 TEST_F(Process, TheIpcCapableAttribute) {
@@ -320,16 +320,16 @@ TEST_F(Process, TheIpcCapableAttribute) {
   for (const auto& [p, native] : {std::pair{sync, 1}, std::pair{async, 0}}) {
     const int expected = under_cushion() ? 0 : native;
     int one = -1;
-    CHECK_CU(CUDA_SUCCESS, cu().cuPointerGetAttribute(&one, CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, p));
+    CHECK_CU(CUDA_SUCCESS, driver().PointerGetAttribute(&one, CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, p));
     EXPECT_EQ(one, expected);
     int several = -1;
     CUpointer_attribute attribute = CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE;
     void* data = &several;
-    CHECK_CU(CUDA_SUCCESS, cu().cuPointerGetAttributes(1, &attribute, &data, p));
+    CHECK_CU(CUDA_SUCCESS, driver().PointerGetAttributes(1, &attribute, &data, p));
     EXPECT_EQ(several, expected);
   }
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(sync));
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemFreeAsync(async, stream));
+  CHECK_CU(CUDA_SUCCESS, driver().MemFree(sync));
+  CHECK_CU(CUDA_SUCCESS, driver().MemFreeAsync(async, stream));
 }
 
 // --- Several contexts and devices --------------------------------------------------------------------------------
@@ -337,85 +337,85 @@ TEST_F(Process, TheIpcCapableAttribute) {
 // An allocation belongs to its stream's context, whatever is current: it lives and dies with that.
 TEST_F(Process, AnAsyncAllocationBelongsToItsStreamsContext) {
   CUcontext primary = nullptr, other = nullptr;
-  CHECK_CU(CUDA_SUCCESS, cu().cuCtxGetCurrent(&primary));
-  CHECK_CU(CUDA_SUCCESS, harness::create_context(&other, 0));
+  CHECK_CU(CUDA_SUCCESS, driver().CtxGetCurrent(&primary));
+  CHECK_CU(CUDA_SUCCESS, driver().CtxCreate(&other, 0, 0));
   for (int round = 0; round < 3; ++round) {
-    CHECK_CU(CUDA_SUCCESS, cu().cuCtxSetCurrent(other));
+    CHECK_CU(CUDA_SUCCESS, driver().CtxSetCurrent(other));
     const Stream stream;
-    CHECK_CU(CUDA_SUCCESS, cu().cuCtxSetCurrent(primary));
+    CHECK_CU(CUDA_SUCCESS, driver().CtxSetCurrent(primary));
     const CUdeviceptr p = allocate_async(MiB, stream);
-    CHECK_CU(CUDA_SUCCESS, cu().cuMemsetD8Async(p, 5, MiB, stream));
+    CHECK_CU(CUDA_SUCCESS, driver().MemsetD8Async(p, 5, MiB, stream));
     unsigned char last = 0;
-    CHECK_CU(CUDA_SUCCESS, cu().cuMemcpyDtoHAsync(&last, p + MiB - 1, 1, stream));
-    CHECK_CU(CUDA_SUCCESS, cu().cuMemFreeAsync(p, stream));
+    CHECK_CU(CUDA_SUCCESS, driver().MemcpyDtoHAsync(&last, p + MiB - 1, 1, stream));
+    CHECK_CU(CUDA_SUCCESS, driver().MemFreeAsync(p, stream));
     finish(stream);
     EXPECT_EQ(last, 5);
   }
-  CHECK_CU(CUDA_SUCCESS, cu().cuCtxDestroy(other));
-  CHECK_CU(CUDA_SUCCESS, cu().cuCtxSetCurrent(primary));
+  CHECK_CU(CUDA_SUCCESS, driver().CtxDestroy(other));
+  CHECK_CU(CUDA_SUCCESS, driver().CtxSetCurrent(primary));
   const Stream stream;
-  const Word bad;
+  SharedWord bad;
   const CUdeviceptr p = allocate_async(MiB, stream);  // not memory of the context that is gone
   fill_hold_check(stream, p, MiB, 6, 0ms, bad);
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemFreeAsync(p, stream));
+  CHECK_CU(CUDA_SUCCESS, driver().MemFreeAsync(p, stream));
   finish(stream);
-  EXPECT_EQ(bad.get(), 0U);
+  EXPECT_EQ(bad.Get(), 0U);
 }
 
 SCENARIO_WITHOUT_CONTEXT(two_devices) {
   use_primary_context();
   CUcontext first = nullptr, second = nullptr;
-  CHECK_CU(CUDA_SUCCESS, cu().cuCtxGetCurrent(&first));
+  CHECK_CU(CUDA_SUCCESS, driver().CtxGetCurrent(&first));
   const CUdeviceptr p = allocate(MiB);
-  CHECK_CU(CUDA_SUCCESS, cu().cuDevicePrimaryCtxRetain(&second, 1));
-  CHECK_CU(CUDA_SUCCESS, cu().cuCtxSetCurrent(second));
+  CHECK_CU(CUDA_SUCCESS, driver().DevicePrimaryCtxRetain(&second, 1));
+  CHECK_CU(CUDA_SUCCESS, driver().CtxSetCurrent(second));
   const CUdeviceptr q = allocate(MiB);
   for (const auto& [pointer, device] : {std::pair{p, 0}, std::pair{q, 1}}) {
     int ordinal = -1;
-    CHECK_CU(CUDA_SUCCESS, cu().cuPointerGetAttribute(&ordinal, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, pointer));
+    CHECK_CU(CUDA_SUCCESS, driver().PointerGetAttribute(&ordinal, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, pointer));
     EXPECT_EQ(ordinal, device);
   }
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(p));  // under the other device's context
-  CHECK_CU(CUDA_SUCCESS, cu().cuCtxSetCurrent(first));
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(q));
+  CHECK_CU(CUDA_SUCCESS, driver().MemFree(p));  // under the other device's context
+  CHECK_CU(CUDA_SUCCESS, driver().CtxSetCurrent(first));
+  CHECK_CU(CUDA_SUCCESS, driver().MemFree(q));
 }
 
 // Peer access enabled after and before an allocation reaches both.
 SCENARIO(peer_access) {
   CUcontext first = nullptr, second = nullptr;
-  CHECK_CU(CUDA_SUCCESS, cu().cuCtxGetCurrent(&first));
+  CHECK_CU(CUDA_SUCCESS, driver().CtxGetCurrent(&first));
   const CUdeviceptr early = allocate(MiB);
-  CHECK_CU(CUDA_SUCCESS, cu().cuDevicePrimaryCtxRetain(&second, 1));
-  CHECK_CU(CUDA_SUCCESS, cu().cuCtxSetCurrent(second));
-  CHECK_CU(CUDA_SUCCESS, cu().cuCtxEnablePeerAccess(first, 0));
-  CHECK_CU(CUDA_SUCCESS, cu().cuCtxSetCurrent(first));
+  CHECK_CU(CUDA_SUCCESS, driver().DevicePrimaryCtxRetain(&second, 1));
+  CHECK_CU(CUDA_SUCCESS, driver().CtxSetCurrent(second));
+  CHECK_CU(CUDA_SUCCESS, driver().CtxEnablePeerAccess(first, 0));
+  CHECK_CU(CUDA_SUCCESS, driver().CtxSetCurrent(first));
   const CUdeviceptr late = allocate(100 * MiB);
-  CHECK_CU(CUDA_SUCCESS, cu().cuCtxSetCurrent(second));
-  harness::reload_kernels();
-  const Word bad;
+  CHECK_CU(CUDA_SUCCESS, driver().CtxSetCurrent(second));
+  CHECK_CU(CUDA_SUCCESS, harness::LoadKernels());
+  SharedWord bad;
   const Stream stream;
   for (const CUdeviceptr p : {early, late}) fill_hold_check(stream, p, MiB, 6, 0ms, bad);
   finish(stream);
-  EXPECT_EQ(bad.get(), 0U);
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(early));
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(late));
+  EXPECT_EQ(bad.Get(), 0U);
+  CHECK_CU(CUDA_SUCCESS, driver().MemFree(early));
+  CHECK_CU(CUDA_SUCCESS, driver().MemFree(late));
 }
 
 int devices() {
   int count = 0;
-  CHECK_CU(CUDA_SUCCESS, cu().cuDeviceGetCount(&count));
+  CHECK_CU(CUDA_SUCCESS, driver().DeviceGetCount(&count));
   return count;
 }
 
 TEST_F(Process, TwoDevices) {
-  if (!emulated() && devices() < 2) GTEST_SKIP() << "needs two devices";
+  if (!Driver::Emulated() && devices() < 2) GTEST_SKIP() << "needs two devices";
   EXPECT_SCENARIO("two_devices", {"EMU_DEVICES=2"});
 }
 
 TEST_F(Process, PeerAccessReachesEveryBlock) {
-  int possible = emulated() ? 1 : 0;
+  int possible = Driver::Emulated() ? 1 : 0;
   if (devices() >= 2) {
-    CHECK_CU(CUDA_SUCCESS, cu().cuDeviceCanAccessPeer(&possible, 1, 0));
+    CHECK_CU(CUDA_SUCCESS, driver().DeviceCanAccessPeer(&possible, 1, 0));
   }
   if (possible == 0) GTEST_SKIP() << "needs two devices with peer access";
   EXPECT_SCENARIO("peer_access", {"EMU_DEVICES=2"});

@@ -48,55 +48,81 @@ bool deferred() {
 
 CUdeviceptr allocate(std::size_t size) {
   CUdeviceptr p = 0;
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemAlloc(&p, size));
+  CHECK_CU(CUDA_SUCCESS, driver().MemAlloc(&p, size));
   return p;
 }
 
 CUdeviceptr allocate_async(std::size_t size, CUstream stream) {
   CUdeviceptr p = 0;
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemAllocAsync(&p, size, stream));
+  CHECK_CU(CUDA_SUCCESS, driver().MemAllocAsync(&p, size, stream));
   return p;
 }
 
 std::size_t free_memory() {
   std::size_t free = 0, total = 0;
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemGetInfo(&free, &total));
+  CHECK_CU(CUDA_SUCCESS, driver().MemGetInfo(&free, &total));
   return free;
 }
 
-Word::Word() {
-  void* host = nullptr;
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemHostAlloc(&host, sizeof *host_, CU_MEMHOSTALLOC_DEVICEMAP));
-  host_ = static_cast<std::uint32_t*>(host);
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemHostGetDevicePointer(&device_, host, 0));
-  set(0);
-}
-Word::~Word() { CHECK_CU(CUDA_SUCCESS, cu().cuMemFreeHost(host_)); }
-std::uint32_t Word::get() const { return __atomic_load_n(host_, __ATOMIC_ACQUIRE); }
-void Word::set(std::uint32_t value) const { __atomic_store_n(host_, value, __ATOMIC_RELEASE); }
-
-Stream::Stream(unsigned flags) { CHECK_CU(CUDA_SUCCESS, cu().cuStreamCreate(&stream_, flags)); }
-Stream::~Stream() {
-  if (stream_ != nullptr) {
-    CHECK_CU(CUDA_SUCCESS, cu().cuStreamDestroy(stream_));
-  }
-}
-
-Event::Event(unsigned flags) { CHECK_CU(CUDA_SUCCESS, cu().cuEventCreate(&event_, flags)); }
-Event::~Event() { CHECK_CU(CUDA_SUCCESS, cu().cuEventDestroy(event_)); }
-
 bool busy(CUstream stream) {
-  const CUresult result = cu().cuStreamQuery(stream);
+  const CUresult result = driver().StreamQuery(stream);
   EXPECT_TRUE(result == CUDA_SUCCESS || result == CUDA_ERROR_NOT_READY) << result;
   return result == CUDA_ERROR_NOT_READY;
 }
 
-void finish(CUstream stream) { CHECK_CU(CUDA_SUCCESS, cu().cuStreamSynchronize(stream)); }
+void finish(CUstream stream) { CHECK_CU(CUDA_SUCCESS, driver().StreamSynchronize(stream)); }
 
 void order(CUstream before, CUstream after) {
   const Event event;
-  CHECK_CU(CUDA_SUCCESS, cu().cuEventRecord(event, before));
-  CHECK_CU(CUDA_SUCCESS, cu().cuStreamWaitEvent(after, event, 0));
+  CHECK_CU(CUDA_SUCCESS, driver().EventRecord(event, before));
+  CHECK_CU(CUDA_SUCCESS, driver().StreamWaitEvent(after, event, 0));
+}
+
+namespace {
+std::uint64_t ns(std::chrono::milliseconds time) {
+  return static_cast<std::uint64_t>(std::chrono::nanoseconds(time).count());
+}
+}  // namespace
+
+void hold(CUstream stream, std::chrono::milliseconds time) {
+  CHECK_CU(CUDA_SUCCESS, harness::LaunchHold(stream, ns(time)));
+}
+void fill(CUstream stream, CUdeviceptr p, std::size_t size, std::uint8_t byte, std::chrono::milliseconds time) {
+  CHECK_CU(CUDA_SUCCESS, harness::LaunchFill(stream, p, size, byte, ns(time)));
+}
+void copy(CUstream stream, CUdeviceptr to, CUdeviceptr from, std::size_t size, std::chrono::milliseconds time) {
+  CHECK_CU(CUDA_SUCCESS, harness::LaunchCopy(stream, to, from, size, ns(time)));
+}
+void check(CUstream stream, CUdeviceptr p, std::size_t size, std::uint8_t byte, const SharedWord& bad) {
+  CHECK_CU(CUDA_SUCCESS, harness::LaunchCheck(stream, p, size, byte, bad.on_device()));
+}
+void fill_hold_check(CUstream stream, CUdeviceptr p, std::size_t size, std::uint8_t byte,
+                     std::chrono::milliseconds time, const SharedWord& bad) {
+  CHECK_CU(CUDA_SUCCESS, harness::LaunchFillHoldCheck(stream, p, size, byte, ns(time), bad.on_device()));
+}
+void wait_flag(CUstream stream, const SharedWord& flag, std::chrono::milliseconds timeout) {
+  CHECK_CU(CUDA_SUCCESS, harness::LaunchWaitFlag(stream, flag.on_device(), ns(timeout)));
+}
+
+void use_primary_context() {
+  static const CUcontext primary = [] {
+    CUcontext context = nullptr;
+    CHECK_CU(CUDA_SUCCESS, driver().Init(0));
+    CHECK_CU(CUDA_SUCCESS, driver().DevicePrimaryCtxRetain(&context, 0));
+    return context;
+  }();
+  CHECK_CU(CUDA_SUCCESS, driver().CtxSetCurrent(primary));
+  CHECK_CU(CUDA_SUCCESS, harness::LoadKernels());
+}
+
+void Contract::SetUp() {
+  if (!Driver::Missing().empty()) GTEST_SKIP() << Driver::Missing();
+  use_primary_context();
+}
+
+void Contract::TearDown() {
+  if (IsSkipped()) return;
+  CHECK_CU(CUDA_SUCCESS, driver().CtxSynchronize());
 }
 
 // --- Processes ---------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 // Contract §2, values: what each call answers, and what the memory it hands out is like.
 #include <algorithm>
-#include <atomic>
 #include <cstdlib>
 #include <functional>
 #include <iostream>
+#include <latch>
 #include <thread>
 
 #include "tests/contract/contract.h"
@@ -16,33 +16,33 @@ class Values : public Contract {};
 
 TEST_F(Values, AllocatingNothingIsInvalid) {
   CUdeviceptr p = 0;
-  CHECK_CU(CUDA_ERROR_INVALID_VALUE, cu().cuMemAlloc(&p, 0));
-  CHECK_CU(CUDA_ERROR_INVALID_VALUE, cu().cuMemAlloc(nullptr, 16));
+  CHECK_CU(CUDA_ERROR_INVALID_VALUE, driver().MemAlloc(&p, 0));
+  CHECK_CU(CUDA_ERROR_INVALID_VALUE, driver().MemAlloc(nullptr, 16));
 }
 
 TEST_F(Values, AllocatingMoreThanTheDeviceHasIsOutOfMemory) {
   const Stream stream;
   CUdeviceptr p = 0;
-  CHECK_CU(CUDA_ERROR_OUT_OF_MEMORY, cu().cuMemAlloc(&p, std::size_t{1} << 50));
-  CHECK_CU(CUDA_ERROR_OUT_OF_MEMORY, cu().cuMemAllocAsync(&p, std::size_t{1} << 50, stream));
+  CHECK_CU(CUDA_ERROR_OUT_OF_MEMORY, driver().MemAlloc(&p, std::size_t{1} << 50));
+  CHECK_CU(CUDA_ERROR_OUT_OF_MEMORY, driver().MemAllocAsync(&p, std::size_t{1} << 50, stream));
   p = allocate(KiB);  // the failure is not remembered
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(p));
+  CHECK_CU(CUDA_SUCCESS, driver().MemFree(p));
 }
 
-TEST_F(Values, FreeingNullSucceeds) { CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(0)); }
+TEST_F(Values, FreeingNullSucceeds) { CHECK_CU(CUDA_SUCCESS, driver().MemFree(0)); }
 
 TEST_F(Values, FreeingAnInteriorPointerIsInvalid) {
   for (const std::size_t size : {4 * KiB, 3 * MiB}) {
     const CUdeviceptr p = allocate(size);
-    CHECK_CU(CUDA_ERROR_INVALID_VALUE, cu().cuMemFree(p + 512));
-    CHECK_CU(CUDA_ERROR_INVALID_VALUE, cu().cuMemFree(p + 1));
-    CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(p));
+    CHECK_CU(CUDA_ERROR_INVALID_VALUE, driver().MemFree(p + 512));
+    CHECK_CU(CUDA_ERROR_INVALID_VALUE, driver().MemFree(p + 1));
+    CHECK_CU(CUDA_SUCCESS, driver().MemFree(p));
   }
 }
 
 TEST_F(Values, FreeingAHostPointerIsInvalid) {
   int on_the_stack = 0;
-  CHECK_CU(CUDA_ERROR_INVALID_VALUE, cu().cuMemFree(reinterpret_cast<CUdeviceptr>(&on_the_stack)));
+  CHECK_CU(CUDA_ERROR_INVALID_VALUE, driver().MemFree(reinterpret_cast<CUdeviceptr>(&on_the_stack)));
 }
 
 // One of the blocks lies at the head of the memory that the pool got from the driver: were its second free
@@ -52,14 +52,14 @@ TEST_F(Values, FreeingTwiceIsInvalidAndTouchesNobodyElse) {
     std::vector<CUdeviceptr> blocks(32);
     for (std::size_t i = 0; i < blocks.size(); ++i) {
       blocks[i] = allocate(size);
-      CHECK_CU(CUDA_SUCCESS, cu().cuMemsetD8(blocks[i], static_cast<unsigned char>(i), size));
+      CHECK_CU(CUDA_SUCCESS, driver().MemsetD8(blocks[i], static_cast<unsigned char>(i), size));
     }
     for (std::size_t i = 0; i < blocks.size(); ++i) {
-      CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(blocks[i]));
-      CHECK_CU(CUDA_ERROR_INVALID_VALUE, cu().cuMemFree(blocks[i]));
+      CHECK_CU(CUDA_SUCCESS, driver().MemFree(blocks[i]));
+      CHECK_CU(CUDA_ERROR_INVALID_VALUE, driver().MemFree(blocks[i]));
       if (i + 1 == blocks.size()) break;
       std::vector<unsigned char> bytes(size);
-      CHECK_CU(CUDA_SUCCESS, cu().cuMemcpyDtoH(bytes.data(), blocks.back(), size));
+      CHECK_CU(CUDA_SUCCESS, driver().MemcpyDtoH(bytes.data(), blocks.back(), size));
       EXPECT_EQ(std::count(bytes.begin(), bytes.end(), static_cast<unsigned char>(blocks.size() - 1)),
                 static_cast<std::ptrdiff_t>(size));
     }
@@ -71,16 +71,16 @@ TEST_F(Values, Alignment) {
     const CUdeviceptr first = allocate(size), second = allocate(size);
     EXPECT_EQ(first % 512, 0U) << size;
     EXPECT_EQ(second % 512, 0U) << size;
-    CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(first));
-    CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(second));
+    CHECK_CU(CUDA_SUCCESS, driver().MemFree(first));
+    CHECK_CU(CUDA_SUCCESS, driver().MemFree(second));
   }
   const std::size_t large_alignment = under_cushion() ? 64 * KiB : 2 * MiB;
   for (const std::size_t size : {1 * MiB + 1, 3 * MiB + 5, 33 * MiB + 7}) {
     const CUdeviceptr first = allocate(size), second = allocate(size);
     EXPECT_EQ(first % large_alignment, 0U) << size;
     EXPECT_EQ(second % large_alignment, 0U) << size;
-    CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(first));
-    CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(second));
+    CHECK_CU(CUDA_SUCCESS, driver().MemFree(first));
+    CHECK_CU(CUDA_SUCCESS, driver().MemFree(second));
   }
 }
 
@@ -90,8 +90,8 @@ TEST_F(Values, AlignmentAsync) {
     const CUdeviceptr first = allocate_async(size, stream), second = allocate_async(size, stream);
     EXPECT_EQ(first % 512, 0U) << size;
     EXPECT_EQ(second % 512, 0U) << size;
-    CHECK_CU(CUDA_SUCCESS, cu().cuMemFreeAsync(first, stream));
-    CHECK_CU(CUDA_SUCCESS, cu().cuMemFreeAsync(second, stream));
+    CHECK_CU(CUDA_SUCCESS, driver().MemFreeAsync(first, stream));
+    CHECK_CU(CUDA_SUCCESS, driver().MemFreeAsync(second, stream));
   }
 }
 
@@ -107,7 +107,7 @@ TEST_F(Values, BlocksDoNotOverlap) {
   for (std::size_t i = 1; i < blocks.size(); ++i) {
     EXPECT_LE(blocks[i - 1].first + blocks[i - 1].second, blocks[i].first);
   }
-  for (const auto& [p, size] : blocks) CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(p));
+  for (const auto& [p, size] : blocks) CHECK_CU(CUDA_SUCCESS, driver().MemFree(p));
 }
 
 // Natively a request of 1 MiB and a byte takes 2 MiB; Cushion packs such blocks closer.
@@ -124,17 +124,17 @@ TEST_F(Values, Footprint) {
   } else {
     EXPECT_GE(closest, 2 * MiB);
   }
-  for (const CUdeviceptr p : blocks) CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(p));
+  for (const CUdeviceptr p : blocks) CHECK_CU(CUDA_SUCCESS, driver().MemFree(p));
 }
 
 TEST_F(Values, PitchedRowsStartAligned) {
   CUdeviceptr p = 0;
   std::size_t pitch = 0;
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemAllocPitch(&p, &pitch, 1000, 7, 4));
+  CHECK_CU(CUDA_SUCCESS, driver().MemAllocPitch(&p, &pitch, 1000, 7, 4));
   EXPECT_EQ(pitch, 1024U);
   EXPECT_EQ(p % 512, 0U);
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemsetD8(p, 1, pitch * 7));
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(p));
+  CHECK_CU(CUDA_SUCCESS, driver().MemsetD8(p, 1, pitch * 7));
+  CHECK_CU(CUDA_SUCCESS, driver().MemFree(p));
 }
 
 TEST_F(Values, MemGetInfoFollowsUse) {
@@ -142,8 +142,8 @@ TEST_F(Values, MemGetInfoFollowsUse) {
   const std::size_t before = free_memory();
   const CUdeviceptr p = allocate(size);
   EXPECT_LE(free_memory(), before - size);
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(p));
-  CHECK_CU(CUDA_SUCCESS, cu().cuCtxSynchronize());  // deferred: the block is clean now
+  CHECK_CU(CUDA_SUCCESS, driver().MemFree(p));
+  CHECK_CU(CUDA_SUCCESS, driver().CtxSynchronize());  // deferred: the block is clean now
   EXPECT_GE(free_memory() + 64 * MiB, before);
 }
 
@@ -151,32 +151,32 @@ TEST_F(Values, MemGetInfoFollowsUse) {
 TEST_F(Values, MostOfWhatMemGetInfoSaysCanBeAllocated) {
   std::vector<CUdeviceptr> blocks(8);
   for (CUdeviceptr& p : blocks) p = allocate(200 * MiB);
-  for (const CUdeviceptr p : blocks) CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(p));
-  CHECK_CU(CUDA_SUCCESS, cu().cuCtxSynchronize());
+  for (const CUdeviceptr p : blocks) CHECK_CU(CUDA_SUCCESS, driver().MemFree(p));
+  CHECK_CU(CUDA_SUCCESS, driver().CtxSynchronize());
   const std::size_t most = free_memory() / 10 * 9;
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(allocate(most)));
+  CHECK_CU(CUDA_SUCCESS, driver().MemFree(allocate(most)));
 }
 
 TEST_F(Values, PointersOfOthersAreFreedByTheirOwners) {
   const Stream stream;
   CUdeviceptr managed = 0;
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemAllocManaged(&managed, MiB, CU_MEM_ATTACH_GLOBAL));
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(managed));
+  CHECK_CU(CUDA_SUCCESS, driver().MemAllocManaged(&managed, MiB, CU_MEM_ATTACH_GLOBAL));
+  CHECK_CU(CUDA_SUCCESS, driver().MemFree(managed));
 
   void* host = nullptr;
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemHostAlloc(&host, MiB, 0));
-  CHECK_CU(CUDA_ERROR_INVALID_VALUE, cu().cuMemFree(reinterpret_cast<CUdeviceptr>(host)));
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemFreeHost(host));
+  CHECK_CU(CUDA_SUCCESS, driver().MemHostAlloc(&host, MiB, 0));
+  CHECK_CU(CUDA_ERROR_INVALID_VALUE, driver().MemFree(reinterpret_cast<CUdeviceptr>(host)));
+  CHECK_CU(CUDA_SUCCESS, driver().MemFreeHost(host));
 
   CUmemoryPool pool = nullptr;
-  CHECK_CU(CUDA_SUCCESS, cu().cuDeviceGetDefaultMemPool(&pool, 0));
+  CHECK_CU(CUDA_SUCCESS, driver().DeviceGetDefaultMemPool(&pool, 0));
   CUdeviceptr from_pool = 0;
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemAllocFromPoolAsync(&from_pool, MiB, pool, stream));
+  CHECK_CU(CUDA_SUCCESS, driver().MemAllocFromPoolAsync(&from_pool, MiB, pool, stream));
   fill(stream, from_pool, MiB, 1);
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemFreeAsync(from_pool, stream));
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemAllocFromPoolAsync(&from_pool, MiB, pool, stream));
+  CHECK_CU(CUDA_SUCCESS, driver().MemFreeAsync(from_pool, stream));
+  CHECK_CU(CUDA_SUCCESS, driver().MemAllocFromPoolAsync(&from_pool, MiB, pool, stream));
   finish(stream);
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(from_pool));
+  CHECK_CU(CUDA_SUCCESS, driver().MemFree(from_pool));
 }
 
 // The two ways to ask for a block's range agree. Natively it is the block's own; under Cushion its segment's.
@@ -185,9 +185,9 @@ TEST_F(Values, AddressRange) {
   const CUdeviceptr p = allocate(1000);
   CUdeviceptr base = 0, start = 0;
   std::size_t size = 0, range = 0;
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemGetAddressRange(&base, &size, p));
-  CHECK_CU(CUDA_SUCCESS, cu().cuPointerGetAttribute(&start, CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, p));
-  CHECK_CU(CUDA_SUCCESS, cu().cuPointerGetAttribute(&range, CU_POINTER_ATTRIBUTE_RANGE_SIZE, p));
+  CHECK_CU(CUDA_SUCCESS, driver().MemGetAddressRange(&base, &size, p));
+  CHECK_CU(CUDA_SUCCESS, driver().PointerGetAttribute(&start, CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, p));
+  CHECK_CU(CUDA_SUCCESS, driver().PointerGetAttribute(&range, CU_POINTER_ATTRIBUTE_RANGE_SIZE, p));
   EXPECT_EQ(base, start);
   EXPECT_EQ(size, range);
   if (under_cushion()) {
@@ -197,8 +197,8 @@ TEST_F(Values, AddressRange) {
     EXPECT_EQ(base, p);
     EXPECT_EQ(size, 1000U);
   }
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(p));
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(other));
+  CHECK_CU(CUDA_SUCCESS, driver().MemFree(p));
+  CHECK_CU(CUDA_SUCCESS, driver().MemFree(other));
 }
 
 TEST_F(Values, NewMemoryIsZeroNatively) {
@@ -206,9 +206,9 @@ TEST_F(Values, NewMemoryIsZeroNatively) {
   for (const std::size_t size : {4 * KiB, 3 * MiB}) {
     const CUdeviceptr p = allocate(size);
     std::vector<unsigned char> bytes(size, 0xff);
-    CHECK_CU(CUDA_SUCCESS, cu().cuMemcpyDtoH(bytes.data(), p, size));
+    CHECK_CU(CUDA_SUCCESS, driver().MemcpyDtoH(bytes.data(), p, size));
     EXPECT_EQ(std::count(bytes.begin(), bytes.end(), 0), static_cast<std::ptrdiff_t>(size));
-    CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(p));
+    CHECK_CU(CUDA_SUCCESS, driver().MemFree(p));
   }
 }
 
@@ -223,13 +223,13 @@ std::vector<std::vector<unsigned char>> contents_of_reused_memory() {
       const CUdeviceptr p = async ? allocate_async(size, stream) : allocate(size);
       std::vector<unsigned char>& bytes = contents.emplace_back(size);
       // On the stream itself: natively and under Cushion, what initialises memory is ordered before its use.
-      CHECK_CU(CUDA_SUCCESS, cu().cuMemcpyDtoHAsync(bytes.data(), p, size, stream));
+      CHECK_CU(CUDA_SUCCESS, driver().MemcpyDtoHAsync(bytes.data(), p, size, stream));
       finish(stream);
-      CHECK_CU(CUDA_SUCCESS, cu().cuMemsetD8Async(p, 0xab, size, stream));
+      CHECK_CU(CUDA_SUCCESS, driver().MemsetD8Async(p, 0xab, size, stream));
       if (async) {
-        CHECK_CU(CUDA_SUCCESS, cu().cuMemFreeAsync(p, stream));
+        CHECK_CU(CUDA_SUCCESS, driver().MemFreeAsync(p, stream));
       } else {
-        CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(p));
+        CHECK_CU(CUDA_SUCCESS, driver().MemFree(p));
       }
       finish(stream);
     }
@@ -263,98 +263,95 @@ TEST_F(Values, InitJunk) {
 
 CUcontext new_context() {
   CUcontext context = nullptr;
-  CHECK_CU(CUDA_SUCCESS, harness::create_context(&context, 0));
+  CHECK_CU(CUDA_SUCCESS, driver().CtxCreate(&context, 0, 0));
   return context;
 }
 
 TEST_F(Values, FreeingUnderAnotherContextOrNone) {
   CUcontext primary = nullptr;
-  CHECK_CU(CUDA_SUCCESS, cu().cuCtxGetCurrent(&primary));
+  CHECK_CU(CUDA_SUCCESS, driver().CtxGetCurrent(&primary));
   const CUdeviceptr first = allocate(MiB), second = allocate(MiB);
   const CUcontext other = new_context();
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(first));
+  CHECK_CU(CUDA_SUCCESS, driver().MemFree(first));
   const CUdeviceptr third = allocate(MiB);
-  CHECK_CU(CUDA_SUCCESS, cu().cuCtxSetCurrent(nullptr));
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(second));
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(third));
+  for (int pushed = 0; pushed < 2; ++pushed) CHECK_CU(CUDA_SUCCESS, driver().CtxSetCurrent(nullptr));
+  CHECK_CU(CUDA_SUCCESS, driver().MemFree(second));
+  CHECK_CU(CUDA_SUCCESS, driver().MemFree(third));
   CUcontext current = other;
-  CHECK_CU(CUDA_SUCCESS, cu().cuCtxGetCurrent(&current));
+  CHECK_CU(CUDA_SUCCESS, driver().CtxGetCurrent(&current));
   EXPECT_EQ(current, nullptr) << "a free leaves the current context as it was";
-  CHECK_CU(CUDA_SUCCESS, cu().cuCtxDestroy(other));
-  CHECK_CU(CUDA_SUCCESS, cu().cuCtxSetCurrent(primary));
+  CHECK_CU(CUDA_SUCCESS, driver().CtxDestroy(other));
+  CHECK_CU(CUDA_SUCCESS, driver().CtxSetCurrent(primary));
 }
 
 TEST_F(Values, AllocatingWithoutAContextFails) {
   std::thread([] {
     CUdeviceptr p = 0;
-    CHECK_CU(CUDA_ERROR_INVALID_CONTEXT, cu().cuMemAlloc(&p, KiB));
+    CHECK_CU(CUDA_ERROR_INVALID_CONTEXT, driver().MemAlloc(&p, KiB));
   }).join();
 }
 
 // A destroyed context takes its memory along; other contexts keep theirs, and new ones work.
 TEST_F(Values, ContextDestroyFreesItsMemory) {
   CUcontext primary = nullptr;
-  CHECK_CU(CUDA_SUCCESS, cu().cuCtxGetCurrent(&primary));
+  CHECK_CU(CUDA_SUCCESS, driver().CtxGetCurrent(&primary));
   const CUdeviceptr kept = allocate(MiB);
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemsetD8(kept, 7, MiB));
+  CHECK_CU(CUDA_SUCCESS, driver().MemsetD8(kept, 7, MiB));
   const std::size_t before = free_memory();
   for (int round = 0; round < 4; ++round) {
     const CUcontext context = new_context();
     const CUdeviceptr lost = allocate(300 * MiB);
-    CHECK_CU(CUDA_SUCCESS, cu().cuMemsetD8(lost, 9, 300 * MiB));
-    CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(allocate(MiB)));  // something cached goes, too
-    CHECK_CU(CUDA_SUCCESS, cu().cuCtxDestroy(context));
-    CHECK_CU(CUDA_SUCCESS, cu().cuCtxSetCurrent(primary));
+    CHECK_CU(CUDA_SUCCESS, driver().MemsetD8(lost, 9, 300 * MiB));
+    CHECK_CU(CUDA_SUCCESS, driver().MemFree(allocate(MiB)));  // something cached goes, too
+    CHECK_CU(CUDA_SUCCESS, driver().CtxDestroy(context));
+    CHECK_CU(CUDA_SUCCESS, driver().CtxSetCurrent(primary));
   }
   EXPECT_GE(free_memory() + 200 * MiB, before);
   std::vector<unsigned char> bytes(MiB);
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemcpyDtoH(bytes.data(), kept, MiB));
+  CHECK_CU(CUDA_SUCCESS, driver().MemcpyDtoH(bytes.data(), kept, MiB));
   EXPECT_EQ(std::count(bytes.begin(), bytes.end(), 7), static_cast<std::ptrdiff_t>(MiB));
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(kept));
+  CHECK_CU(CUDA_SUCCESS, driver().MemFree(kept));
 }
 
 // Allocates, frees and leaves blocks behind, in this thread and one that lives through the reset; after
 // `reset` both must get memory that works.
 void lives_through(const std::function<void()>& reset) {
-  std::atomic<int> phase{0};
+  std::latch used{1}, was_reset{1};
   const auto use = [] {
     const Stream stream;
     for (const std::size_t size : {4 * KiB, 3 * MiB}) {
       const CUdeviceptr freed = allocate(size), freed_async = allocate_async(size, stream), kept = allocate(size);
       for (const CUdeviceptr p : {freed, freed_async, kept}) fill(stream, p, size, 3);
-      CHECK_CU(CUDA_SUCCESS, cu().cuMemFreeAsync(freed_async, stream));
+      CHECK_CU(CUDA_SUCCESS, driver().MemFreeAsync(freed_async, stream));
       finish(stream);
-      CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(freed));
+      CHECK_CU(CUDA_SUCCESS, driver().MemFree(freed));
     }
   };
   const auto make_current = [] {
     CUcontext primary = nullptr;
-    CHECK_CU(CUDA_SUCCESS, cu().cuDevicePrimaryCtxRetain(&primary, 0));
-    CHECK_CU(CUDA_SUCCESS, cu().cuCtxSetCurrent(primary));
+    CHECK_CU(CUDA_SUCCESS, driver().DevicePrimaryCtxRetain(&primary, 0));
+    CHECK_CU(CUDA_SUCCESS, driver().CtxSetCurrent(primary));
   };
   std::thread other([&] {
     make_current();
     use();
-    phase = 1;
-    phase.wait(1);
+    used.count_down();
+    was_reset.wait();
     make_current();
-    harness::reload_kernels();
+    CHECK_CU(CUDA_SUCCESS, harness::LoadKernels());
     use();
-    phase = 3;
   });
   use();
-  phase.wait(0);
+  used.wait();
   reset();
-  phase = 2;
-  phase.notify_all();
-  phase.wait(2);
+  was_reset.count_down();
   other.join();
   make_current();
   use();
 }
 
 SCENARIO(primary_context_reset) {
-  lives_through([] { CHECK_CU(CUDA_SUCCESS, cu().cuDevicePrimaryCtxReset(0)); });
+  lives_through([] { CHECK_CU(CUDA_SUCCESS, driver().DevicePrimaryCtxReset(0)); });
 }
 
 SCENARIO(primary_context_last_release) {
@@ -362,8 +359,8 @@ SCENARIO(primary_context_last_release) {
     unsigned flags = 0;
     int active = 1;
     while (active != 0) {
-      CHECK_CU(CUDA_SUCCESS, cu().cuDevicePrimaryCtxRelease(0));
-      CHECK_CU(CUDA_SUCCESS, cu().cuDevicePrimaryCtxGetState(0, &flags, &active));
+      CHECK_CU(CUDA_SUCCESS, driver().DevicePrimaryCtxRelease(0));
+      CHECK_CU(CUDA_SUCCESS, driver().DevicePrimaryCtxGetState(0, &flags, &active));
     }
   });
 }
@@ -378,23 +375,23 @@ TEST_F(Values, AllocatingInAHostFunctionIsRefusedAndNeverDeadlocks) {
   } seen;
   seen.block = allocate(64 * KiB);
   const Stream stream;
-  CHECK_CU(CUDA_SUCCESS, cu().cuLaunchHostFunc(
+  CHECK_CU(CUDA_SUCCESS, driver().LaunchHostFunc(
                              stream,
                              [](void* data) {
                                Seen& s = *static_cast<Seen*>(data);
-                               s.allocate = cu().cuMemAlloc(&s.allocated, 64 * KiB);
-                               s.free = cu().cuMemFree(s.block);
+                               s.allocate = driver().MemAlloc(&s.allocated, 64 * KiB);
+                               s.free = driver().MemFree(s.block);
                              },
                              &seen));
   finish(stream);
   if (!under_cushion() || seen.allocate != CUDA_SUCCESS) {
     EXPECT_EQ(seen.allocate, CUDA_ERROR_NOT_PERMITTED);
   } else {
-    CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(seen.allocated));
+    CHECK_CU(CUDA_SUCCESS, driver().MemFree(seen.allocated));
   }
   if (deferred() && seen.free == CUDA_SUCCESS) return;  // nothing was waited for, so nothing was refused
   EXPECT_EQ(seen.free, CUDA_ERROR_NOT_PERMITTED);
-  CHECK_CU(CUDA_SUCCESS, cu().cuMemFree(seen.block));  // a refused free leaves the block live
+  CHECK_CU(CUDA_SUCCESS, driver().MemFree(seen.block));  // a refused free leaves the block live
 }
 
 // A wild write breaks the context: from then on every call answers 700. Cushion knows from the first driver
@@ -403,17 +400,17 @@ SCENARIO(sticky_error) {
   const CUdeviceptr first = allocate(MiB), second = allocate(MiB);
   const Stream stream;
   fill(stream, 0x10, 4 * KiB, 1);  // no such memory
-  CHECK_CU(CUDA_ERROR_ILLEGAL_ADDRESS, cu().cuStreamSynchronize(stream));
+  CHECK_CU(CUDA_ERROR_ILLEGAL_ADDRESS, driver().StreamSynchronize(stream));
   if (deferred()) {
-    CHECK_CU(CUDA_ERROR_ILLEGAL_ADDRESS, cu().cuCtxSynchronize());
+    CHECK_CU(CUDA_ERROR_ILLEGAL_ADDRESS, driver().CtxSynchronize());
   }
-  CHECK_CU(CUDA_ERROR_ILLEGAL_ADDRESS, cu().cuMemFree(first));
-  CHECK_CU(CUDA_ERROR_ILLEGAL_ADDRESS, cu().cuMemFree(second));
+  CHECK_CU(CUDA_ERROR_ILLEGAL_ADDRESS, driver().MemFree(first));
+  CHECK_CU(CUDA_ERROR_ILLEGAL_ADDRESS, driver().MemFree(second));
   CUdeviceptr p = 0;
   std::size_t free = 0, total = 0;
-  CHECK_CU(CUDA_ERROR_ILLEGAL_ADDRESS, cu().cuMemAlloc(&p, MiB));
-  CHECK_CU(CUDA_ERROR_ILLEGAL_ADDRESS, cu().cuMemAllocAsync(&p, MiB, stream));
-  CHECK_CU(CUDA_ERROR_ILLEGAL_ADDRESS, cu().cuMemGetInfo(&free, &total));
+  CHECK_CU(CUDA_ERROR_ILLEGAL_ADDRESS, driver().MemAlloc(&p, MiB));
+  CHECK_CU(CUDA_ERROR_ILLEGAL_ADDRESS, driver().MemAllocAsync(&p, MiB, stream));
+  CHECK_CU(CUDA_ERROR_ILLEGAL_ADDRESS, driver().MemGetInfo(&free, &total));
   std::_Exit(expectations_failed() ? 1 : 0);  // no orderly end is left
 }
 
@@ -423,7 +420,7 @@ TEST_F(Values, AfterAStickyErrorEveryCallSaysSo) { EXPECT_SCENARIO("sticky_error
 CUdeviceptr late_block = 0;
 SCENARIO_WITHOUT_CONTEXT(free_late_in_life) {
   std::atexit([] {
-    const CUresult result = cu().cuMemFree(late_block);
+    const CUresult result = driver().MemFree(late_block);
     std::cout << (result == CUDA_SUCCESS || result == CUDA_ERROR_DEINITIALIZED ? "as allowed" : "wrong") << std::flush;
   });
   use_primary_context();
@@ -443,36 +440,36 @@ SCENARIO(edges) {
   const Stream stream;
   CUdeviceptr p = 0;
   std::size_t size = 0, pitch = 0;
-  say("info of nothing", cu().cuMemGetInfo(nullptr, nullptr));
-  say("info without total", cu().cuMemGetInfo(&size, nullptr));
-  say("info without free", cu().cuMemGetInfo(nullptr, &size));
-  say("allocate all bits", cu().cuMemAlloc(&p, SIZE_MAX));
-  say("allocate async all bits", cu().cuMemAllocAsync(&p, SIZE_MAX, stream));
-  say("allocate async nothing", cu().cuMemAllocAsync(&p, 0, stream));
-  say("allocate async to null", cu().cuMemAllocAsync(nullptr, KiB, stream));
-  say("pitch of element size 5", cu().cuMemAllocPitch(&p, &pitch, 100, 3, 5));
-  say("pitch without width", cu().cuMemAllocPitch(&p, &pitch, 0, 3, 4));
-  say("pitch without height", cu().cuMemAllocPitch(&p, &pitch, 100, 0, 4));
-  say("pitch to null", cu().cuMemAllocPitch(nullptr, &pitch, 100, 3, 4));
-  say("free async null", cu().cuMemFreeAsync(0, stream));
+  say("info of nothing", driver().MemGetInfo(nullptr, nullptr));
+  say("info without total", driver().MemGetInfo(&size, nullptr));
+  say("info without free", driver().MemGetInfo(nullptr, &size));
+  say("allocate all bits", driver().MemAlloc(&p, SIZE_MAX));
+  say("allocate async all bits", driver().MemAllocAsync(&p, SIZE_MAX, stream));
+  say("allocate async nothing", driver().MemAllocAsync(&p, 0, stream));
+  say("allocate async to null", driver().MemAllocAsync(nullptr, KiB, stream));
+  say("pitch of element size 5", driver().MemAllocPitch(&p, &pitch, 100, 3, 5));
+  say("pitch without width", driver().MemAllocPitch(&p, &pitch, 0, 3, 4));
+  say("pitch without height", driver().MemAllocPitch(&p, &pitch, 100, 0, 4));
+  say("pitch to null", driver().MemAllocPitch(nullptr, &pitch, 100, 3, 4));
+  say("free async null", driver().MemFreeAsync(0, stream));
   int on_the_stack = 0;
-  say("free async host pointer", cu().cuMemFreeAsync(reinterpret_cast<CUdeviceptr>(&on_the_stack), stream));
+  say("free async host pointer", driver().MemFreeAsync(reinterpret_cast<CUdeviceptr>(&on_the_stack), stream));
   for (const std::size_t n : {64 * KiB, 3 * MiB}) {
     p = allocate_async(n, stream);
-    say("async: free async interior", cu().cuMemFreeAsync(p + 512, stream));
-    say("async: free interior", cu().cuMemFree(p + 512));
-    say("async: free async", cu().cuMemFreeAsync(p, stream));
-    say("async: free async again", cu().cuMemFreeAsync(p, stream));
+    say("async: free async interior", driver().MemFreeAsync(p + 512, stream));
+    say("async: free interior", driver().MemFree(p + 512));
+    say("async: free async", driver().MemFreeAsync(p, stream));
+    say("async: free async again", driver().MemFreeAsync(p, stream));
     p = allocate_async(n, stream);
     finish(stream);
-    say("async: free", cu().cuMemFree(p));
-    say("async: free again", cu().cuMemFree(p));
+    say("async: free", driver().MemFree(p));
+    say("async: free again", driver().MemFree(p));
     p = allocate(n);
-    say("sync: free async interior", cu().cuMemFreeAsync(p + 512, stream));
-    say("sync: free async", cu().cuMemFreeAsync(p, stream));
-    say("sync: free async again", cu().cuMemFreeAsync(p, stream));
+    say("sync: free async interior", driver().MemFreeAsync(p + 512, stream));
+    say("sync: free async", driver().MemFreeAsync(p, stream));
+    say("sync: free async again", driver().MemFreeAsync(p, stream));
     finish(stream);
-    say("sync: free again", cu().cuMemFree(p));
+    say("sync: free again", driver().MemFree(p));
   }
 }
 
