@@ -35,11 +35,15 @@ void free_all(const std::vector<CUdeviceptr>& blocks) {
   for (const CUdeviceptr p : blocks) CHECK_CU(CUDA_SUCCESS, driver().MemFree(p));
 }
 
+// Natively all but a remainder. Under Cushion a segment that serves several blocks may end in a piece too short for
+// another one: little where blocks are small beside a segment, and nothing where each is a segment of its own.
 TEST_F(Exhaustion, TheWholeDeviceCanBeAllocated) {
-  const std::size_t size = share(48), free = free_memory();
-  const std::vector<CUdeviceptr> blocks = fill_device(size);
-  EXPECT_GE((blocks.size() + 2) * size, free);
-  free_all(blocks);
+  for (const std::size_t count : {std::size_t{3}, std::size_t{48}, std::size_t{1000}}) {
+    const std::size_t size = share(count), free = free_memory();
+    const std::vector<CUdeviceptr> blocks = fill_device(size);
+    EXPECT_GE((blocks.size() + 2) * size, under_cushion() ? free / 100 * 85 : free) << size;
+    free_all(blocks);
+  }
 }
 
 TEST_F(Exhaustion, AfterOutOfMemoryABigBlockFits) {
