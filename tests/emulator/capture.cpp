@@ -69,6 +69,13 @@ void RequireValid(const Capture& capture) { Require(!capture.invalid, CUDA_ERROR
 
 void Invalidate(Capture& capture) { capture.invalid = true; }
 
+void LeaveCapture(Stream& stream) {
+  const CapturePtr capture = stream.capture;
+  if (capture == nullptr) return;
+  Invalidate(*capture);
+  if (capture->origin == &stream) Close(capture);
+}
+
 void RefuseDuringCapture() {
   if (thread_mode == CU_STREAM_CAPTURE_MODE_RELAXED) return;
   bool refused = false;

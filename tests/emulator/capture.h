@@ -25,6 +25,9 @@ struct Capture {
 
 void Invalidate(Capture& capture);
 
+// A stream that is destroyed ends the capture it began, and spoils one it joined.
+void LeaveCapture(Stream& stream);
+
 // For calls that are unsafe anywhere in a capturing thread, and in any thread beside a global capture.
 void RefuseDuringCapture();
 

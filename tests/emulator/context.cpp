@@ -40,9 +40,7 @@ ContextPtr NewContext(CUcontext handle, CUdevice device, unsigned flags) {
 // Ends a context: its handles at once, then, when its work is done, its memory (contract §2).
 void EndContext(Lock& lock, const ContextPtr& context) {
   const auto belongs = [&](const auto& object) { return object.context == context; };
-  for (const StreamPtr& stream : context->streams) {
-    if (stream->capture != nullptr) Invalidate(*stream->capture);
-  }
+  for (const StreamPtr& stream : context->streams) LeaveCapture(*stream);
   driver().contexts.Take(context->handle);
   driver().streams.TakeIf(belongs);
   driver().events.TakeIf(belongs);

@@ -54,6 +54,7 @@ CUresult EventRecordWithFlags(CUevent handle, CUstream stream_handle, unsigned f
   const StreamPtr stream = StreamOf(stream_handle);
   Require(event->context == stream->context, CUDA_ERROR_INVALID_HANDLE);
   if (stream->capture != nullptr) {
+    Require(flags == 0, CUDA_ERROR_NOT_SUPPORTED);  // external records are not emulated
     RecordInCapture(*stream, *event);
   } else {
     const TaskPtr marker = Submit(*stream, nullptr);
@@ -70,6 +71,7 @@ CUresult StreamWaitEvent(CUstream stream_handle, CUevent handle, unsigned flags)
   const StreamPtr stream = StreamOf(stream_handle);
   const EventPtr event = EventOf(handle);
   if (stream->capture != nullptr || event->capture != nullptr) {
+    Require(flags == 0, CUDA_ERROR_NOT_SUPPORTED);
     WaitInCapture(*stream, *event);
   } else if (event->recorded) {
     MakeWait(*stream, event->tasks, event->clock);

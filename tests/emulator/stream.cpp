@@ -166,7 +166,7 @@ CUresult StreamDestroy(CUstream handle) {
   Lock lock(global_mutex());
   const StreamPtr stream = driver().streams.Take(handle);
   Require(stream != nullptr, CUDA_ERROR_INVALID_HANDLE);
-  if (stream->capture != nullptr) Invalidate(*stream->capture);
+  LeaveCapture(*stream);
   return CUDA_SUCCESS;
 }
 
