@@ -5,6 +5,9 @@ set -u
 build=${1:?usage: $0 BUILD_DIR}
 failed=0
 
+# The summary's figure: "[  PASSED  ] 12 tests."
+count() { sed -n "s/^\[ *$1 *\] \([0-9][0-9]*\) tests\{0,1\}[.,].*/\1/p" "$log" | tail -1 | grep . || echo 0; }
+
 setting() { # NAME VARIABLE=VALUE...
   name=$1
   shift
@@ -13,9 +16,7 @@ setting() { # NAME VARIABLE=VALUE...
   code=$?
   [ $code -eq 0 ] || { failed=1; cat "$log"; }
   printf 'contract.%s: exit %d, %d passed, %d failed, %d skipped\n' "$name" "$code" \
-    "$(sed -n 's/^\[  PASSED  \] \([0-9]*\) test.*/\1/p' "$log" | tail -1)" \
-    "$(grep -c '^\[  FAILED  \] [^ ]*\.[^ ]* (' "$log")" \
-    "$(grep -c '^\[  SKIPPED \] [^ ]*\.[^ ]* (' "$log")"
+    "$(count PASSED)" "$(grep -c '^\[  FAILED  \] .* ms)$' "$log")" "$(count SKIPPED)"
   rm -f "$log"
 }
 
