@@ -23,8 +23,9 @@ constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t multiple) no
 
 // The call that allocated a block; `kApiNames` is what the report calls it.
 enum class Api : std::uint8_t { malloc, malloc_async, pitch, managed, from_pool, vmm, host };
-inline constexpr const char* kApiNames[] = {"cuMemAlloc",   "cuMemAllocAsync", "cuMemAllocPitch", "cuMemAllocManaged",
-                                            "cuMemAllocFromPoolAsync", "cuMemCreate", "cuMemHostAlloc"};
+inline constexpr const char* kApiNames[] = {"cuMemAlloc",        "cuMemAllocAsync",         "cuMemAllocPitch",
+                                            "cuMemAllocManaged", "cuMemAllocFromPoolAsync", "cuMemCreate",
+                                            "cuMemHostAlloc"};
 
 enum class BlockState : std::uint8_t {
   unused,   // a recycled record
@@ -39,18 +40,20 @@ struct Block {
   std::uint64_t size = 0;  // bytes handed out, a multiple of kUnit
   Block* lower = nullptr;  // neighbours by address in the segment
   Block* upper = nullptr;
+  struct Idle {
+    Block* previous;  // the other free blocks of its bin
+    Block* next;
+    std::uint64_t stamp;  // the free's place in the context's order; of merged frees, the last
+  };
+  struct Live {
+    std::uint64_t requested;  // bytes the program asked for
+    std::uint64_t time;       // ticks at allocation; 0: allocated while tracking was off
+    std::uint32_t thread;
+    std::uint32_t stream;  // low half of the stream's id; 0: host-ordered
+  };
   union {
-    struct {
-      Block* previous;  // the other free blocks of its bin
-      Block* next;
-      std::uint64_t stamp;  // the free's place in the context's order; of merged frees, the last
-    } idle{};
-    struct {
-      std::uint64_t requested;  // bytes the program asked for
-      std::uint64_t time;       // ticks at allocation; 0: allocated while tracking was off
-      std::uint32_t thread;
-      std::uint32_t stream;     // low half of the stream's id; 0: host-ordered
-    } live;
+    Idle idle{};  // while free
+    Live live;    // while the program's, or being freed
   };
   std::uint32_t heap = 0;  // while free: index of its heap in the pool
   std::atomic<BlockState> state{BlockState::unused};

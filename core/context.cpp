@@ -81,7 +81,8 @@ void Context::clean_up() noexcept {
     heap->bins.for_each([&](Block* block) {
       if (block->idle.stamp <= through) pool_.move(block, *clean_);
     });
-    const bool held_beside = std::any_of(evented_.begin(), evented_.end(), [&](const Evented& e) { return e.serial == heap->serial; });
+    const bool held_beside =
+        std::any_of(evented_.begin(), evented_.end(), [&](const Evented& e) { return e.serial == heap->serial; });
     if (heap->retired && heap->bins.empty() && heap->queries == 0 && !held_beside) pool_.drop(heap);
   }
 }
@@ -145,7 +146,8 @@ void Context::account_free(const Block& block) noexcept {
 
 bool Context::allocate(const Request& request, CUdeviceptr* out, bool& exhausted) noexcept {
   exhausted = false;
-  if (closing_.load(std::memory_order_relaxed) != 0 || broken() != CUDA_SUCCESS || request.bytes > device_bytes_) return false;
+  if (closing_.load(std::memory_order_relaxed) != 0 || broken() != CUDA_SUCCESS || request.bytes > device_bytes_)
+    return false;
   const bool big = request.bytes > kBigRequest;
   const Need need{round_up(request.bytes, big ? kBigAlignment : kUnit), big ? kBigAlignment : kUnit};
   try {
@@ -205,8 +207,10 @@ Block* Context::search(const Need& need, const Request& request, bool& exhausted
   }
   exhausted = true;
   count(shared_.counters.out_of_memory);
-  log::warn("out of memory on device {}: {} bytes asked; the pool holds {} bytes, {} of them free, largest hole {}; the driver has {} of {} free",
-            device_, request.bytes, held(), pool_free, largest_hole(), driver_free, total);
+  log::warn(
+      "out of memory on device {}: {} bytes asked; the pool holds {} bytes, {} of them free, largest hole {}; the "
+      "driver has {} of {} free",
+      device_, request.bytes, held(), pool_free, largest_hole(), driver_free, total);
   return nullptr;
 }
 
@@ -316,7 +320,8 @@ Block* Context::steal(const Need& need, const Request& request) {
   {
     std::lock_guard lock(mutex_);
     const auto usable = std::find_if(evented_.begin(), evented_.end(), [&](const Evented& e) {
-      return e.serial != 0 && !e.being_queried && e.block->size >= need.size && Bins::lead(*e.block, need.alignment) == 0;
+      return e.serial != 0 && !e.being_queried && e.block->size >= need.size &&
+             Bins::lead(*e.block, need.alignment) == 0;
     });
     if (usable == evented_.end()) return nullptr;
     usable->being_queried = true;
@@ -331,7 +336,8 @@ Block* Context::steal(const Need& need, const Request& request) {
   }
   std::lock_guard lock(mutex_);
   if (generation != events_.generation()) return nullptr;
-  const auto at = std::find_if(evented_.begin(), evented_.end(), [&](const Evented& e) { return e.block == chosen.block; });
+  const auto at =
+      std::find_if(evented_.begin(), evented_.end(), [&](const Evented& e) { return e.block == chosen.block; });
   if (!note(result)) {
     at->being_queried = false;
     return nullptr;
@@ -352,7 +358,8 @@ void Context::fill(const Block& block, const Request& request) noexcept {
   RelaxedCaptureMode relaxed(driver());
   CurrentContext current(driver(), handle_);
   if (request.stream != nullptr) {
-    note(driver().call(driver().cuMemsetD8Async, address, value, static_cast<std::size_t>(request.bytes), request.stream->handle));
+    note(driver().call(driver().cuMemsetD8Async, address, value, static_cast<std::size_t>(request.bytes),
+                       request.stream->handle));
     return;
   }
   // cudaMalloc has no stream: an own one, non-blocking, so that nothing of the program is waited for.
@@ -406,7 +413,8 @@ CUresult Context::free(Block* block, std::uint64_t address) noexcept try {
   return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
-CUresult Context::free_async(Block* block, std::uint64_t address, const StreamIdentity& stream, Context& stream_context) noexcept try {
+CUresult Context::free_async(Block* block, std::uint64_t address, const StreamIdentity& stream,
+                             Context& stream_context) noexcept try {
   if (shared_.gate.capturing(driver(), stream.handle)) return CUDA_ERROR_INVALID_VALUE;  // as natively (contract §4)
   const bool foreign = &stream_context != this;
   std::uint64_t generation = 0;
@@ -607,7 +615,8 @@ void Context::poll_evented() {
   std::lock_guard lock(mutex_);
   if (generation != events_.generation()) return;
   for (const Evented& e : asked) {
-    const auto at = std::find_if(evented_.begin(), evented_.end(), [&](const Evented& other) { return other.block == e.block; });
+    const auto at =
+        std::find_if(evented_.begin(), evented_.end(), [&](const Evented& other) { return other.block == e.block; });
     at->being_queried = false;
     if (e.being_queried) continue;
     pool_.settle_evented(at->block, *clean_);
@@ -616,10 +625,38 @@ void Context::poll_evented() {
   }
 }
 
+bool Context::streams_idle() {
+  // A green context's work is on streams that are not ours to know.
+  if (!shared_.streams.complete() || shared_.green_contexts.load(std::memory_order_relaxed) ||
+      shared_.gate.may_be_open() || shared_.peers.load(std::memory_order_relaxed)) {
+    return false;
+  }
+  CurrentContext current(driver(), handle_);
+  const auto idle = [&](CUstream stream) {
+    const CUresult result = driver().call(driver().cuStreamQuery, stream);
+    if (is_sticky(result)) note(result);
+    return result == CUDA_SUCCESS;
+  };
+  return idle(stream_handle(kLegacyStream)) && shared_.streams.all_of(handle_, idle);
+}
+
 void Context::poll_streams() {
   // Without context fences a stream is asked itself: idle now means that every free on it so far is complete. A query
   // makes no dependency, on the legacy stream neither. With peers, or while a capture is open, nothing is asked.
   if (shared_.peers.load(std::memory_order_relaxed) || shared_.gate.may_be_open()) return;
+  {
+    std::unique_lock lock(mutex_);
+    const std::uint64_t stamp = fences_.stamp();
+    const std::uint64_t generation = events_.generation();
+    lock.unlock();
+    const bool idle = streams_idle();
+    lock.lock();
+    if (generation != events_.generation()) return;
+    if (idle) {
+      fences_.completed(stamp);
+      return;
+    }
+  }
   struct Asked {
     std::uint64_t serial;
     CUstream stream;
@@ -634,7 +671,8 @@ void Context::poll_streams() {
     generation = events_.generation();
     for (Heap* heap : pool_.heaps()) {
       if (heap == nullptr || heap->order != Order::stream || heap->bins.empty()) continue;
-      if (heap->retired ? heap->farewell == nullptr : heap->owner_thread != 0 && heap->owner_thread != thread_id()) continue;
+      if (heap->retired ? heap->farewell == nullptr : heap->owner_thread != 0 && heap->owner_thread != thread_id())
+        continue;
       asked.push_back({heap->serial, heap->stream, heap->farewell, fences_.stamp(), false});
       ++heap->queries;
     }
@@ -761,7 +799,7 @@ void Context::discard() {
 
 std::uint64_t Context::release_unused(std::uint64_t keep) {
   // The real cuMemFree waits for the context: only where a fresh fence says that there is nothing to wait for, so that
-  // a kernel that runs for ever cannot hang us (contract §6). Older drivers have no such fence and wait.
+  // a kernel that runs for ever cannot hang us (contract §6).
   if (shared_.gate.may_be_open() || closing_.load(std::memory_order_relaxed) != 0) return 0;
   RelaxedCaptureMode relaxed(driver());
   Fence fence;
@@ -777,15 +815,15 @@ std::uint64_t Context::release_unused(std::uint64_t keep) {
     const bool idle = is_complete(fence.events);
     for (FenceEvent& event : fence.events) event.release();
     if (!idle) return 0;
-  } else {
-    poll_streams();
+  } else if (!streams_idle()) {
+    return 0;
   }
   std::vector<CUdeviceptr> back;
   std::uint64_t bytes = 0;
   {
     std::lock_guard lock(mutex_);
     if (generation != events_.generation()) return 0;
-    if (context_fences()) fences_.completed(fence.stamp);
+    fences_.completed(fence.stamp);
     clean_up();
     for (Segment* segment = pool_.segments(); segment != nullptr && pool_.unused() > keep;) {
       Segment* next = segment->next;

@@ -52,8 +52,9 @@ class Context {
 
   // Frees of a block of this context. `block` came from the address map without a lock: it is checked again. Answers
   // what the native call would: CUDA_ERROR_INVALID_VALUE for a pointer that is no live block's start.
-  CUresult free(Block* block, std::uint64_t address) noexcept;                                       // cudaFree
-  CUresult free_async(Block* block, std::uint64_t address, const StreamIdentity& stream, Context& stream_context) noexcept;
+  CUresult free(Block* block, std::uint64_t address) noexcept;  // cudaFree
+  CUresult free_async(Block* block, std::uint64_t address, const StreamIdentity& stream,
+                      Context& stream_context) noexcept;
 
   // The program's events (EventOrder): a heap's place now, and an order that the program made.
   struct Position {
@@ -89,6 +90,8 @@ class Context {
   bool alive() const noexcept { return alive_.load(std::memory_order_acquire); }
   void revive() noexcept { alive_.store(true, std::memory_order_release); }
 
+  void broke(CUresult sticky) noexcept { note(sticky); }
+
   // For the report and tests, under the lock; false if the lock cannot be had (a signal handler must not wait).
   template <class Visit>
   bool inspect(bool may_wait, Visit visit) noexcept {
@@ -104,7 +107,7 @@ class Context {
 
  private:
   struct Need {
-    std::uint64_t size;       // rounded up
+    std::uint64_t size;  // rounded up
     std::uint64_t alignment;
   };
   struct Evented {  // a free block beside the bins, with the event recorded inside its free
@@ -141,9 +144,10 @@ class Context {
   bool record_fence(Fence& fence);  // fills fence.events; false, and none taken, if there can be no fence now
   bool is_complete(const std::vector<FenceEvent>& events) noexcept;
   bool peers_idle();
-  void poll();           // asks the fences, takes a new one if frees lack one, cleans up
+  void poll();  // asks the fences, takes a new one if frees lack one, cleans up
   void poll_evented();
   void poll_streams();
+  bool streams_idle();  // without context fences: whether every stream of the context is idle; no dependency is made
   CUresult wait_for_context() noexcept;  // as long as the native cudaFree would
   CUresult native_wait() noexcept;       // by freeing a small spare allocation
   std::uint64_t release_unused(std::uint64_t keep);

@@ -13,17 +13,17 @@ namespace cushion {
 inline constexpr int kApis = sizeof(kApiNames) / sizeof(kApiNames[0]);
 
 // CUSHION_COUNTER(field, "report key", "what a person reads")
-#define CUSHION_COUNTERS(CUSHION_COUNTER)                                                                  \
-  CUSHION_COUNTER(frees_served, "frees_served", "frees of the pool's blocks")                              \
-  CUSHION_COUNTER(frees_forwarded, "frees_forwarded", "frees passed to the driver")                        \
-  CUSHION_COUNTER(free_waits, "free_waits", "frees that waited for the device, as natively")               \
-  CUSHION_COUNTER(stream_waits, "stream_waits", "stream waits inserted, memory being short")               \
+#define CUSHION_COUNTERS(CUSHION_COUNTER)                                                                       \
+  CUSHION_COUNTER(frees_served, "frees_served", "frees of the pool's blocks")                                   \
+  CUSHION_COUNTER(frees_forwarded, "frees_forwarded", "frees passed to the driver")                             \
+  CUSHION_COUNTER(free_waits, "free_waits", "frees that waited for the device, as natively")                    \
+  CUSHION_COUNTER(stream_waits, "stream_waits", "stream waits inserted, memory being short")                    \
   CUSHION_COUNTER(memory_waits, "memory_waits", "allocations that waited for freed blocks, memory being short") \
-  CUSHION_COUNTER(grows, "grows", "segments taken from the driver")                                        \
-  CUSHION_COUNTER(releases, "releases", "segments given back to the driver")                               \
-  CUSHION_COUNTER(out_of_memory, "out_of_memory", "allocations the pool could not serve, memory being short") \
-  CUSHION_COUNTER(reset_blocks, "reset_blocks", "blocks still live when their context was reset or destroyed") \
-  CUSHION_COUNTER(reset_bytes, "reset_bytes", "bytes requested of those blocks")                            \
+  CUSHION_COUNTER(grows, "grows", "segments taken from the driver")                                             \
+  CUSHION_COUNTER(releases, "releases", "segments given back to the driver")                                    \
+  CUSHION_COUNTER(out_of_memory, "out_of_memory", "allocations the pool could not serve, memory being short")   \
+  CUSHION_COUNTER(reset_blocks, "reset_blocks", "blocks still live when their context was reset or destroyed")  \
+  CUSHION_COUNTER(reset_bytes, "reset_bytes", "bytes requested of those blocks")                                \
   CUSHION_COUNTER(ipc_refused, "ipc_refused", "IPC handles refused for the pool's blocks")
 
 using Counter = std::atomic<std::uint64_t>;

@@ -13,7 +13,8 @@ CUevent EventPool::take(const Driver& driver, CUcontext context) noexcept {
   }
   CurrentContext current(driver, context);
   CUevent event = nullptr;
-  if (driver.call(driver.cuEventCreate, &event, static_cast<unsigned>(CU_EVENT_DISABLE_TIMING)) != CUDA_SUCCESS) return nullptr;
+  if (driver.call(driver.cuEventCreate, &event, static_cast<unsigned>(CU_EVENT_DISABLE_TIMING)) != CUDA_SUCCESS)
+    return nullptr;
   return event;
 }
 

@@ -19,10 +19,10 @@
 // apart.
 #pragma once
 
+#include <cuda.h>
+
 #include <cstdint>
 #include <vector>
-
-#include <cuda.h>
 
 #include "core/bins.h"
 
@@ -32,15 +32,15 @@ enum class Order : std::uint8_t { clean, pending, stream };
 
 struct Heap {
   Order order = Order::clean;
-  std::uint32_t index = 0;       // Block::heap
-  std::uint64_t serial = 0;      // of this incarnation, unique in the process
-  std::uint64_t stream_id = 0;   // identity of the stream, never its handle: handles are reused after destroy
-  CUstream stream = nullptr;     // the handle, for old drivers' stream queries
-  long owner_thread = 0;         // the only thread that may use handle 2 (its per-thread stream); 0: any
-  bool retired = false;          // its stream was destroyed: recycled once empty
-  int queries = 0;               // threads querying `stream` just now; destroying it waits for them
-  CUevent farewell = nullptr;    // old drivers: recorded when the stream was destroyed; covers all of the heap
-  std::uint64_t newest = 0;      // no block in it carries a later stamp
+  std::uint32_t index = 0;      // Block::heap
+  std::uint64_t serial = 0;     // of this incarnation, unique in the process
+  std::uint64_t stream_id = 0;  // identity of the stream, never its handle: handles are reused after destroy
+  CUstream stream = nullptr;    // the handle, for old drivers' stream queries
+  long owner_thread = 0;        // the only thread that may use handle 2 (its per-thread stream); 0: any
+  bool retired = false;         // its stream was destroyed: recycled once empty
+  int queries = 0;              // threads querying `stream` just now; destroying it waits for them
+  CUevent farewell = nullptr;   // old drivers: recorded when the stream was destroyed; covers all of the heap
+  std::uint64_t newest = 0;     // no block in it carries a later stamp
   Bins bins;
 
   // What the program has ordered before this stream's next work: of the heap `serial`, frees up to `stamp`.

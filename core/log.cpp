@@ -19,12 +19,18 @@ constinit std::atomic<spdlog::logger*> g_logger{nullptr};
 
 spdlog::level::level_enum spd(LogLevel at) noexcept {
   switch (at) {
-    case LogLevel::error: return spdlog::level::err;
-    case LogLevel::warn: return spdlog::level::warn;
-    case LogLevel::info: return spdlog::level::info;
-    case LogLevel::debug: return spdlog::level::debug;
-    case LogLevel::trace: return spdlog::level::trace;
-    case LogLevel::off: break;
+    case LogLevel::error:
+      return spdlog::level::err;
+    case LogLevel::warn:
+      return spdlog::level::warn;
+    case LogLevel::info:
+      return spdlog::level::info;
+    case LogLevel::debug:
+      return spdlog::level::debug;
+    case LogLevel::trace:
+      return spdlog::level::trace;
+    case LogLevel::off:
+      break;
   }
   return spdlog::level::off;
 }

@@ -37,8 +37,8 @@ class Pool {
 
   // Evented blocks lie beside the bins: free, unmerged, each with an event of its own elsewhere.
   void give_evented(Block* block, Heap& heap, std::uint64_t stamp) noexcept;
-  void take_evented(Block* block) noexcept;                             // becomes live, whole
-  void settle_evented(Block* block, Heap& to) noexcept;                 // becomes an ordinary free block of `to`
+  void take_evented(Block* block) noexcept;              // becomes live, whole
+  void settle_evented(Block* block, Heap& to) noexcept;  // becomes an ordinary free block of `to`
   void trim(Block* live, std::uint64_t size, Heap& rest_to, std::uint64_t stamp) noexcept;  // gives back the tail
 
   // Segments. add() makes the whole range one free block of `heap`; false when the host is out of memory.
@@ -83,7 +83,9 @@ class Pool {
   void put(Block* block, Heap& heap, std::uint64_t stamp) noexcept;  // merges and inserts a block that is in no bin
   void publish_live(Block* block) noexcept;
   void unpublish_live(Block* block) noexcept;
-  Segment* segment_of(const Block& block) const noexcept { return map_.find(block.address.load(std::memory_order_relaxed)); }
+  Segment* segment_of(const Block& block) const noexcept {
+    return map_.find(block.address.load(std::memory_order_relaxed));
+  }
 
   AddressMap& map_;
   Context* context_;

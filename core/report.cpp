@@ -68,7 +68,11 @@ class Out {
  private:
   static std::size_t utf8_length(std::string_view s) noexcept {
     const auto c = static_cast<unsigned char>(s[0]);
-    const std::size_t n = c < 0x80 ? 1 : c >= 0xc2 && c < 0xe0 ? 2 : c >= 0xe0 && c < 0xf0 ? 3 : c >= 0xf0 && c < 0xf5 ? 4 : 0;
+    const std::size_t n = c < 0x80                ? 1
+                          : c >= 0xc2 && c < 0xe0 ? 2
+                          : c >= 0xe0 && c < 0xf0 ? 3
+                          : c >= 0xf0 && c < 0xf5 ? 4
+                                                  : 0;
     if (n == 0 || s.size() < n) return 0;
     for (std::size_t i = 1; i < n; ++i) {
       if ((static_cast<unsigned char>(s[i]) & 0xc0) != 0x80) return 0;
@@ -115,9 +119,11 @@ class LiveList {
     capacity_ = count + count / 8 + 64;  // other threads may still allocate
     groups_ = static_cast<LiveGroup*>(map_pages(capacity_ * sizeof(LiveGroup)));
     if (groups_ == nullptr) return;
-    all = visit(runtime, may_wait, [&](const LiveGroup& one) {
-            if (size_ < capacity_) groups_[size_++] = one;
-          }) && all;
+    all = visit(runtime, may_wait,
+                [&](const LiveGroup& one) {
+                  if (size_ < capacity_) groups_[size_++] = one;
+                }) &&
+          all;
     complete_ = all && size_ < capacity_;
     merge();
   }
@@ -138,14 +144,14 @@ class LiveList {
     bool all = true;
     runtime.shared().for_each_context([&](Context& context) {
       all = context.inspect(may_wait, [&](const Pool& pool) {
-              pool.for_each_live([&](const Block& b) {
-                each(LiveGroup{b.live.requested, 1, b.live.time, b.live.stream, context.device(), b.api, false});
-              });
-            }) && all;
+        pool.for_each_live([&](const Block& b) {
+          each(LiveGroup{b.live.requested, 1, b.live.time, b.live.stream, context.device(), b.api, false});
+        });
+      }) && all;
     });
     return runtime.for_each_foreign(may_wait, [&](CUdeviceptr, const ForeignBlock& b) {
-             each(LiveGroup{b.size, 1, b.time, 0, b.device, b.api, true});
-           }) && all;
+      each(LiveGroup{b.size, 1, b.time, 0, b.device, b.api, true});
+    }) && all;
   }
   void merge() noexcept {
     std::sort(groups_, groups_ + size_, [](const LiveGroup& a, const LiveGroup& b) { return a.key() < b.key(); });
@@ -154,7 +160,8 @@ class LiveList {
       if (kept != 0 && groups_[kept - 1].key() == groups_[i].key()) {
         LiveGroup& into = groups_[kept - 1];
         into.count += groups_[i].count;
-        if (into.oldest == 0 || (groups_[i].oldest != 0 && groups_[i].oldest < into.oldest)) into.oldest = groups_[i].oldest;
+        if (into.oldest == 0 || (groups_[i].oldest != 0 && groups_[i].oldest < into.oldest))
+          into.oldest = groups_[i].oldest;
       } else {
         groups_[kept++] = groups_[i];
       }
@@ -199,14 +206,14 @@ std::uint64_t sum(const Counter (&counters)[kApis]) noexcept {
 }
 
 bool used(const Usage& usage) noexcept {
-  return std::any_of(std::begin(kUsage), std::end(kUsage), [&](const UsageField& f) { return (usage.*f.gauge).peak() != 0; });
+  return std::any_of(std::begin(kUsage), std::end(kUsage),
+                     [&](const UsageField& f) { return (usage.*f.gauge).peak() != 0; });
 }
 
 class Writer {
  public:
   Writer(Runtime& runtime, const char* how, bool in_signal_handler, Out& out) noexcept
-      : runtime_(runtime),
-        shared_(runtime.shared()),
+      : shared_(runtime.shared()),
         counters_(shared_.counters),
         program_(runtime.program()),
         how_(how),
@@ -223,7 +230,7 @@ class Writer {
     out_.raw(", \"host\": ");
     out_.quoted(program_.host);
     out_.print(", \"pid\": {}, \"started_unix_s\": {}.{:09}, \"duration_s\": {:.9f}, \"end\": ", program_.pid,
-               program_.started_unix_ns / 1'000'000'000, program_.started_unix_ns % 1'000'000'000, duration());
+               std::int64_t{program_.loaded.tv_sec}, std::int64_t{program_.loaded.tv_nsec}, duration());
     out_.quoted(how_);
     out_.raw("},\n  \"options\": {");
     const char* comma = "";
@@ -241,7 +248,8 @@ class Writer {
       if (!used(usage)) continue;
       out_.print("{}    {{\"device\": {}", comma, d);
       for (const UsageField& f : kUsage) {
-        out_.print(", \"{}\": {{\"current\": {}, \"peak\": {}}}", f.key, (usage.*f.gauge).current(), (usage.*f.gauge).peak());
+        out_.print(", \"{}\": {{\"current\": {}, \"peak\": {}}}", f.key, (usage.*f.gauge).current(),
+                   (usage.*f.gauge).peak());
       }
       out_.raw("}");
       comma = ",\n";
@@ -258,12 +266,14 @@ class Writer {
     for (const CounterField& f : kCounters) out_.print(", \"{}\": {}", f.key, value(counters_.*f.counter));
     out_.print("}},\n  \"driver\": {{\"version\": {}, \"calls\": {}, \"seconds\": {:.9f}}},\n", shared_.driver.version,
                value(shared_.driver.calls), tick_.seconds(value(shared_.driver.time)));
-    out_.print("  \"waits\": {{\"count\": {}, \"seconds\": {:.9f}}},\n", waits(), tick_.seconds(value(counters_.wait_ticks)));
+    out_.print("  \"waits\": {{\"count\": {}, \"seconds\": {:.9f}}},\n", waits(),
+               tick_.seconds(value(counters_.wait_ticks)));
     out_.print("  \"live_complete\": {},\n  \"live\": [", live_.complete());
     comma = "\n";
     for (const LiveGroup& g : live_) {
-      out_.print("{}    {{\"size\": {}, \"count\": {}, \"api\": \"{}\", \"served_by\": \"{}\", \"device\": {}, \"stream\": ", comma,
-                 g.size, g.count, kApiNames[static_cast<int>(g.api)], g.foreign ? "driver" : "pool", g.device);
+      out_.print(
+          "{}    {{\"size\": {}, \"count\": {}, \"api\": \"{}\", \"served_by\": \"{}\", \"device\": {}, \"stream\": ",
+          comma, g.size, g.count, kApiNames[static_cast<int>(g.api)], g.foreign ? "driver" : "pool", g.device);
       print_stream(g, "null", "\"");
       if (g.oldest != 0) {
         out_.print(", \"oldest_age_s\": {:.6f}}}", tick_.seconds(now_.tick - g.oldest));
@@ -276,8 +286,8 @@ class Writer {
   }
 
   void text() noexcept {
-    out_.print("cushion: {} (pid {}) ended by {} after {:.3f} s\n", std::string_view(program_.name).substr(0, 200), program_.pid, how_,
-               duration());
+    out_.print("cushion: {} (pid {}) ended by {} after {:.3f} s\n", std::string_view(program_.name).substr(0, 200),
+               program_.pid, how_, duration());
     for (int d = 0; d < Shared::kDevices; ++d) {
       const Usage& usage = shared_.usage[static_cast<std::size_t>(d)];
       if (!used(usage)) continue;
@@ -290,7 +300,8 @@ class Writer {
         out_.raw("\n");
       }
     }
-    out_.print("  calls   {} served by the pool, {} passed to the driver\n", sum(counters_.served), sum(counters_.forwarded));
+    out_.print("  calls   {} served by the pool, {} passed to the driver\n", sum(counters_.served),
+               sum(counters_.forwarded));
     for (const CounterField& f : kCounters) {
       if (value(counters_.*f.counter) != 0) out_.print("          {} {}\n", value(counters_.*f.counter), f.text);
     }
@@ -323,7 +334,8 @@ class Writer {
       if (g.oldest != 0) out_.print("  oldest {:.3f} s", tick_.seconds(now_.tick - g.oldest));
       out_.raw(g.foreign ? "  (from the driver)\n" : "\n");
     }
-    if (live_.size() > kMost) out_.print("          and {} more groups (CUSHION_REPORT=FILE lists all)\n", live_.size() - kMost);
+    if (live_.size() > kMost)
+      out_.print("          and {} more groups (CUSHION_REPORT=FILE lists all)\n", live_.size() - kMost);
   }
 
  private:
@@ -353,7 +365,6 @@ class Writer {
     out_.print("{:>{}}", std::string_view(digits, end.size), width);
   }
 
-  Runtime& runtime_;
   Shared& shared_;
   const Counters& counters_;
   const Runtime::Program& program_;
@@ -382,8 +393,9 @@ struct PathBuffer {
 
 void complain_of(const char* what, const char* path, int error) noexcept {
   char line[800];
-  const auto end = fmt::format_to_n(line, sizeof line, "CUSHION_REPORT: {} {}: {}", what, std::string_view(path).substr(0, 500),
-                                    strerrordesc_np(error) != nullptr ? strerrordesc_np(error) : "error");
+  const auto end =
+      fmt::format_to_n(line, sizeof line, "CUSHION_REPORT: {} {}: {}", what, std::string_view(path).substr(0, 500),
+                       strerrordesc_np(error) != nullptr ? strerrordesc_np(error) : "error");
   log::complain({line, std::min(end.size, sizeof line)});
 }
 
@@ -408,9 +420,16 @@ int lock_partial(const std::string& path) {
   return -1;
 }
 
+// Whether another process has written the report while this one was running.
+bool written_since(const std::string& path, timespec loaded) {
+  struct stat s {};
+  if (stat(path.c_str(), &s) != 0) return false;
+  return s.st_mtim.tv_sec != loaded.tv_sec ? s.st_mtim.tv_sec > loaded.tv_sec : s.st_mtim.tv_nsec >= loaded.tv_nsec;
+}
+
 }  // namespace
 
-std::string claim_report_path(std::string path, long pid) {
+std::string claim_report_path(std::string path, long pid, timespec loaded) {
   if (is_special_file(path.c_str())) {
     struct stat s {};
     if (stat(path.c_str(), &s) != 0 || !S_ISDIR(s.st_mode)) return path;
@@ -418,7 +437,8 @@ std::string claim_report_path(std::string path, long pid) {
     return {};
   }
   errno = 0;
-  int fd = path.size() + 32 < sizeof(PathBuffer) && make_parents(path) ? lock_partial(path) : -2;
+  if (written_since(path, loaded)) path += fmt::format(".{}", pid);
+  int fd = path.size() + 64 < sizeof(PathBuffer) && make_parents(path) ? lock_partial(path) : -2;
   if (fd == -1) {
     path += fmt::format(".{}", pid);
     fd = lock_partial(path);

@@ -5,6 +5,7 @@
 // nothing (its scratch comes from mmap), and in a signal handler takes a lock only if it is free.
 #pragma once
 
+#include <ctime>
 #include <string>
 
 namespace cushion {
@@ -12,9 +13,10 @@ namespace cushion {
 class Runtime;
 
 // Reserves the report's path for this process while it lives: creates its directories and `PATH.partial`, which the
-// report is written to before it is renamed. Another live process has it: the path with this pid appended. Cannot be
-// written: complains once and returns an empty path. A path that exists and is no regular file is taken as it is.
-std::string claim_report_path(std::string path, long pid);
+// report is written to before it is renamed. If another live process has it, or another has written it since this one
+// was `loaded`, the pid is appended. If it cannot be written, complains once and returns an empty path. A path that
+// exists and is no regular file is taken as it is.
+std::string claim_report_path(std::string path, long pid, timespec loaded);
 
 // Writes the report where the options want it; nothing if they want none.
 void write_report(Runtime& runtime, const char* how, bool in_signal_handler) noexcept;

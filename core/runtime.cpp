@@ -57,22 +57,20 @@ std::string read_command_line() {
 
 Runtime& runtime() noexcept { return g_eternal.runtime; }
 
-bool Runtime::start(const char* const* environment, const char* program) noexcept try {
+bool Runtime::start(const char* const* environment, const char* program, timespec loaded) noexcept try {
   OptionsResult read = read_options(environment);
   for (const std::string& line : read.warnings) log::complain(line);
-  for (const std::string& line : read.errors) log::complain(line);
+  for (const std::string& line : read.errors) log::complain(line + "; running on native CUDA");
   if (!read.errors.empty()) return false;
 
   auto* about = new Program;
   char host[256] = "";
   gethostname(host, sizeof host - 1);
-  timespec now{};
-  clock_gettime(CLOCK_REALTIME, &now);
   about->name = program;
   about->command = read_command_line();
   about->host = host;
   about->pid = getpid();
-  about->started_unix_ns = std::int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
+  about->loaded = loaded;
   about->clock = ClockPair::now();
   about->options = describe(read.options);
   program_ = about;
@@ -82,7 +80,8 @@ bool Runtime::start(const char* const* environment, const char* program) noexcep
 
   log::open(options().log_level, expand_path(options().log_file, about->pid, about->host, about->name));
   if (!options().report.empty()) {
-    report_path_ = claim_report_path(expand_path(options().report, about->pid, about->host, about->name), about->pid);
+    about->report_path =
+        claim_report_path(expand_path(options().report, about->pid, about->host, about->name), about->pid, loaded);
   }
   std::vector<CUcontext> accessors;
   {
@@ -121,7 +120,8 @@ bool Runtime::make_context(CUcontext handle, Context*& out) noexcept try {
   CUdevice device = 0;
   {
     CurrentContext current(driver, handle);
-    if (driver.call(driver.cuCtxGetDevice, &device) != CUDA_SUCCESS || device < 0 || device >= Shared::kDevices) return false;
+    if (driver.call(driver.cuCtxGetDevice, &device) != CUDA_SUCCESS || device < 0 || device >= Shared::kDevices)
+      return false;
   }
   // Only contexts whose fences are known to cover all their work are served: the device's primary one, and those
   // the program created. One made from a green context is neither (contract §3).
@@ -190,7 +190,7 @@ bool Runtime::identify(CUstream stream, StreamIdentity& identity, Context*& cont
     if (!is_legacy(stream)) {
       // Before driver 12.0 there are no ids. A handle serves: the destroy hook ends its heap before it is reused.
       unsigned long long id = is_per_thread(stream) ? static_cast<std::uint64_t>(thread_id()) | std::uint64_t{1} << 63
-                                            : reinterpret_cast<std::uintptr_t>(stream);
+                                                    : reinterpret_cast<std::uintptr_t>(stream);
       if (driver.cuStreamGetId != nullptr && driver.cuStreamGetId(stream, &id) != CUDA_SUCCESS) return false;
       fresh.id = id;
     }
@@ -219,7 +219,8 @@ Runtime::Outcome Runtime::malloc_async(CUdeviceptr* out, std::size_t bytes, CUst
   if (shared_.gate.capturing(shared_.driver, stream)) return Outcome::forward;  // a graph node
   StreamIdentity identity;
   Context* context = nullptr;
-  if (!identify(stream, identity, context) || native_async_[index_of(context->device())].load(std::memory_order_relaxed)) {
+  if (!identify(stream, identity, context) ||
+      native_async_[index_of(context->device())].load(std::memory_order_relaxed)) {
     return Outcome::forward;
   }
   bool exhausted = false;
@@ -248,7 +249,8 @@ std::optional<CUresult> Runtime::free_async(CUdeviceptr address, CUstream stream
 
 // ---- what went to the driver -------------------------------------------------------------------------------------
 
-void Runtime::forwarded_block(Api api, CUdeviceptr address, std::size_t bytes, CUstream stream, bool stream_ordered) noexcept try {
+void Runtime::forwarded_block(Api api, CUdeviceptr address, std::size_t bytes, CUstream stream,
+                              bool stream_ordered) noexcept try {
   if (address == 0) return;
   const Driver& driver = shared_.driver;
   ForeignBlock block{bytes, options().track != TrackLevel::off ? ticks() : 0, nullptr, 0, api};
@@ -280,7 +282,8 @@ std::optional<ForeignBlock> Runtime::forget_foreign(CUdeviceptr address) noexcep
 void Runtime::restore_foreign(CUdeviceptr address, const ForeignBlock& block) noexcept try {
   Shard& shard = shard_of(address);
   std::lock_guard lock(shard.mutex);
-  if (shard.blocks->insert_or_assign(address, block).second) shared_.usage[index_of(block.device)].forwarded.add(block.size);
+  if (shard.blocks->insert_or_assign(address, block).second)
+    shared_.usage[index_of(block.device)].forwarded.add(block.size);
 } catch (...) {
 }
 
@@ -310,8 +313,8 @@ std::uint64_t Runtime::unused_in_current() noexcept {
 // ---- order -------------------------------------------------------------------------------------------------------
 
 Runtime::Mark Runtime::before_record(CUstream stream) noexcept try {
-  if (shared_.stream_heaps.load(std::memory_order_relaxed) == 0 || shared_.foreign_events.load(std::memory_order_relaxed) ||
-      shared_.gate.capturing(shared_.driver, stream)) {
+  if (shared_.stream_heaps.load(std::memory_order_relaxed) == 0 ||
+      shared_.foreign_events.load(std::memory_order_relaxed) || shared_.gate.capturing(shared_.driver, stream)) {
     return std::nullopt;
   }
   StreamIdentity identity;
@@ -337,7 +340,8 @@ void Runtime::after_record(CUevent event, Mark mark) noexcept try {
 }
 
 Runtime::Mark Runtime::before_wait(CUevent event) noexcept try {
-  if (event_count_.load(std::memory_order_relaxed) == 0 || shared_.foreign_events.load(std::memory_order_relaxed)) return std::nullopt;
+  if (event_count_.load(std::memory_order_relaxed) == 0 || shared_.foreign_events.load(std::memory_order_relaxed))
+    return std::nullopt;
   std::lock_guard lock(events_mutex_);
   const auto found = events_->find(event);
   if (found == events_->end()) return std::nullopt;
@@ -361,10 +365,20 @@ void Runtime::forget_event(CUevent event) noexcept {
   event_count_.store(static_cast<int>(events_->size()), std::memory_order_relaxed);
 }
 
+void Runtime::stream_created(CUstream stream) noexcept try {
+  if (shared_.driver.cuCtxRecordEvent != nullptr) return;
+  CUcontext context = nullptr;
+  InsideDriver inside;
+  if (shared_.driver.cuCtxGetCurrent(&context) == CUDA_SUCCESS) shared_.streams.add(stream, context);
+} catch (...) {  // unknown to streams: then nothing it might still use may be called idle
+  shared_.streams.lose();
+}
+
 void Runtime::stream_going(CUstream stream) noexcept try {
   StreamIdentity identity;
   Context* context = nullptr;
-  if (!is_legacy(stream) && !is_per_thread(stream) && identify(stream, identity, context)) context->stream_going(identity);
+  if (!is_legacy(stream) && !is_per_thread(stream) && identify(stream, identity, context))
+    context->stream_going(identity);
   shared_.handle_epoch.fetch_add(1, std::memory_order_release);
 } catch (...) {
 }
@@ -388,6 +402,13 @@ void Runtime::context_created(CUcontext context) noexcept try {
   std::lock_guard lock(contexts_mutex_);
   created_.push_back(context);
 } catch (...) {  // not remembered: it is not served
+}
+
+void Runtime::failed(CUresult result) noexcept {
+  CUcontext handle = nullptr;
+  InsideDriver inside;
+  if (!is_sticky(result) || shared_.driver.cuCtxGetCurrent(&handle) != CUDA_SUCCESS) return;
+  if (Context* context = find_context(handle)) context->broke(result);
 }
 
 void Runtime::ended(Context& context) noexcept try {

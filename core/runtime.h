@@ -7,6 +7,7 @@
 
 #include <array>
 #include <atomic>
+#include <ctime>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -34,7 +35,8 @@ class Runtime {
 
   // Reads the options. False: they are bad (told on stderr), and the program runs on native CUDA. Called once, at the
   // first device allocation, by one thread; shared().driver is bound by then.
-  bool start(const char* const* environment, const char* program) noexcept;
+  // `loaded`: CLOCK_REALTIME when the process loaded us.
+  bool start(const char* const* environment, const char* program, timespec loaded) noexcept;
 
   Shared& shared() noexcept { return shared_; }
   const Options& options() const noexcept { return *shared_.options; }
@@ -67,6 +69,7 @@ class Runtime {
   Mark before_wait(CUevent event) noexcept;
   void after_wait(CUstream stream, const Mark& mark) noexcept;
   void forget_event(CUevent event) noexcept;
+  void stream_created(CUstream stream) noexcept;
   void stream_going(CUstream stream) noexcept;
 
   struct SyncMark {
@@ -79,11 +82,14 @@ class Runtime {
 
   // ---- contexts
   void context_created(CUcontext context) noexcept;
+  void failed(CUresult result) noexcept;  // a call of the program's, in the current context: notes a sticky error
   Context* find_context(CUcontext handle) noexcept;  // null if Cushion holds nothing there
   Context* find_primary(CUdevice device) noexcept;
   void ended(Context& context) noexcept;  // the real call has ended it
   void peer_enabled(bool started) noexcept;
-  void pool_changed(CUdevice device) noexcept { native_async_[index_of(device)].store(true, std::memory_order_relaxed); }
+  void pool_changed(CUdevice device) noexcept {
+    native_async_[index_of(device)].store(true, std::memory_order_relaxed);
+  }
   void every_pool_changed() noexcept;
 
   // ---- the end
@@ -112,12 +118,13 @@ class Runtime {
     std::string command;
     std::string host;
     long pid = 0;
-    std::int64_t started_unix_ns = 0;
+    timespec loaded{};  // wall-clock time
     ClockPair clock;
     std::vector<std::pair<std::string, std::string>> options;
+    std::string report_path;  // where the report goes; empty: stderr, or nowhere
   };
   const Program& program() const noexcept { return *program_; }
-  const std::string& report_path() const noexcept { return report_path_; }
+  const std::string& report_path() const noexcept { return program_->report_path; }
 
  private:
   static std::size_t index_of(CUdevice device) noexcept { return static_cast<std::size_t>(device) % Shared::kDevices; }
@@ -129,10 +136,9 @@ class Runtime {
 
   Shared shared_;
   Program* program_ = nullptr;
-  std::string report_path_;  // where the report goes; empty: stderr, or nowhere
   std::atomic<bool> reported_{false};
 
-  std::mutex contexts_mutex_;  // protects adding to shared_.contexts and created_
+  std::mutex contexts_mutex_;         // protects adding to shared_.contexts and created_
   std::vector<CUcontext> created_;    // by cuCtxCreate: with the primary ones, the contexts that can be served
   std::vector<CUcontext> accessors_;  // had peer access enabled before start()
 
@@ -144,7 +150,7 @@ class Runtime {
   std::atomic<int> event_count_{0};  // events_'s size, readable without the lock
 
   struct Shard {
-    std::mutex mutex;  // protects *blocks; a leaf
+    std::mutex mutex;                                                 // protects *blocks; a leaf
     std::unordered_map<CUdeviceptr, ForeignBlock>* blocks = nullptr;  // made by start()
   };
   static constexpr std::size_t kShards = 16;

@@ -9,6 +9,7 @@
 #include "core/counters.h"
 #include "core/driver.h"
 #include "core/options.h"
+#include "core/streams.h"
 
 namespace cushion {
 
@@ -34,6 +35,9 @@ struct Shared {
   std::atomic<bool> green_contexts{false};  // cuCtxRecordEvent would miss a green context's work
   std::atomic<bool> peers{false};           // another device's work may touch our memory
   std::atomic<bool> foreign_events{false};  // events are recorded where we cannot see (graph nodes, IPC)
+
+  // The program's streams, kept for drivers without context fences only.
+  StreamSet streams;
 
   // Streams that stream-ordered frees were seen on: while there are none, event hooks have nothing to note.
   std::atomic<int> stream_heaps{0};

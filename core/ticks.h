@@ -37,7 +37,9 @@ struct ClockPair {
 class TickLength {
  public:
   TickLength(ClockPair start, ClockPair end) noexcept
-      : seconds_(end.tick > start.tick ? static_cast<double>(end.ns - start.ns) * 1e-9 / static_cast<double>(end.tick - start.tick) : 0) {}
+      : seconds_(end.tick > start.tick
+                     ? static_cast<double>(end.ns - start.ns) * 1e-9 / static_cast<double>(end.tick - start.tick)
+                     : 0) {}
   double seconds(std::uint64_t tick_count) const noexcept { return static_cast<double>(tick_count) * seconds_; }
 
  private:

@@ -18,8 +18,11 @@ CUstream per_thread(CUstream stream) noexcept { return stream == nullptr ? strea
 template <class Fn, class... Args>
 CUresult with_room(const Real<Fn>& real, Args... args) noexcept {
   const CUresult result = real(args...);
-  if (result != CUDA_ERROR_OUT_OF_MEMORY) [[likely]] return result;
+  if (result == CUDA_SUCCESS) [[likely]]
+    return result;
   Runtime* rt = serving();
+  if (rt != nullptr) rt->failed(result);
+  if (result != CUDA_ERROR_OUT_OF_MEMORY) return result;
   return rt != nullptr && rt->relieve() ? real(args...) : result;
 }
 
@@ -36,7 +39,8 @@ CUresult forward(Runtime& rt, Runtime::Outcome outcome, Api api, CUdeviceptr* ou
 }
 
 template <class Fn>
-CUresult allocate_async(CUdeviceptr* out, std::size_t bytes, CUstream stream, CUstream as_given, const Real<Fn>& real) noexcept {
+CUresult allocate_async(CUdeviceptr* out, std::size_t bytes, CUstream stream, CUstream as_given,
+                        const Real<Fn>& real) noexcept {
   Runtime* rt = serving_allocation();
   if (rt == nullptr) return real(out, bytes, as_given);
   const auto outcome = rt->malloc_async(out, bytes, stream);
@@ -58,13 +62,15 @@ CUresult late_free() noexcept {
   if (g_life.load(std::memory_order_acquire) == Life::forked) return CUDA_ERROR_NOT_INITIALIZED;
   CUcontext ignored = nullptr;
   InsideDriver inside;
-  return shared().driver.cuCtxGetCurrent(&ignored) == CUDA_ERROR_DEINITIALIZED ? CUDA_ERROR_DEINITIALIZED : CUDA_SUCCESS;
+  return shared().driver.cuCtxGetCurrent(&ignored) == CUDA_ERROR_DEINITIALIZED ? CUDA_ERROR_DEINITIALIZED
+                                                                               : CUDA_SUCCESS;
 }
 
 // `ours` frees a pointer of ours through core. Never lets such a pointer reach the driver.
 template <class Ours, class Fn, class... Args>
 CUresult free_block(CUdeviceptr address, Ours ours, const Real<Fn>& real, Args... args) noexcept {
-  if (g_life.load(std::memory_order_acquire) != Life::serving) return runtime().owns(address) ? late_free() : real(args...);
+  if (g_life.load(std::memory_order_acquire) != Life::serving)
+    return runtime().owns(address) ? late_free() : real(args...);
   Runtime& rt = runtime();
   if (const std::optional<CUresult> answer = ours(rt)) return *answer;
   const std::optional<ForeignBlock> foreign = rt.forget_foreign(address);
@@ -76,7 +82,8 @@ CUresult free_block(CUdeviceptr address, Ours ours, const Real<Fn>& real, Args..
 
 template <class Fn>
 CUresult free_async(CUdeviceptr address, CUstream stream, CUstream as_given, const Real<Fn>& real) noexcept {
-  return free_block(address, [&](Runtime& rt) { return rt.free_async(address, stream); }, real, address, as_given);
+  return free_block(
+      address, [&](Runtime& rt) { return rt.free_async(address, stream); }, real, address, as_given);
 }
 
 template <class Fn, class... Args>
@@ -94,9 +101,17 @@ CUresult end_capture(const Real<Fn>& real, Args... args) noexcept {
   return result;
 }
 
+template <class Fn, class... Args>
+CUresult create_stream(CUstream* out, const Real<Fn>& real, Args... args) noexcept {
+  const CUresult result = with_room(real, out, args...);
+  if (result == CUDA_SUCCESS) runtime().stream_created(*out);
+  return result;
+}
+
 template <class Fn>
 CUresult destroy_stream(CUstream stream, const Real<Fn>& real) noexcept {
   shared().gate.forget(stream, thread_id());
+  shared().streams.remove(stream);
   if (Runtime* rt = serving()) rt->stream_going(stream);
   return real(stream);
 }
@@ -159,7 +174,8 @@ CUresult end_context(Context* context, Ended ended, const Real<Fn>& real, Args..
 template <class Fn>
 CUresult destroy_context(CUcontext handle, const Real<Fn>& real) noexcept {
   Runtime* rt = serving();
-  return end_context(rt != nullptr ? rt->find_context(handle) : nullptr, [] { return true; }, real, handle);
+  return end_context(
+      rt != nullptr ? rt->find_context(handle) : nullptr, [] { return true; }, real, handle);
 }
 
 template <class Fn>
@@ -168,7 +184,8 @@ CUresult release_primary(CUdevice device, const Real<Fn>& real) noexcept {
   const auto was_last = [device] {
     unsigned flags = 0;
     int active = 1;
-    return shared().driver.call(shared().driver.cuDevicePrimaryCtxGetState, device, &flags, &active) == CUDA_SUCCESS && active == 0;
+    return shared().driver.call(shared().driver.cuDevicePrimaryCtxGetState, device, &flags, &active) == CUDA_SUCCESS &&
+           active == 0;
   };
   return end_context(rt != nullptr ? rt->find_primary(device) : nullptr, was_last, real, device);
 }
@@ -176,7 +193,8 @@ CUresult release_primary(CUdevice device, const Real<Fn>& real) noexcept {
 template <class Fn>
 CUresult reset_primary(CUdevice device, const Real<Fn>& real) noexcept {
   Runtime* rt = serving();
-  return end_context(rt != nullptr ? rt->find_primary(device) : nullptr, [] { return true; }, real, device);
+  return end_context(
+      rt != nullptr ? rt->find_primary(device) : nullptr, [] { return true; }, real, device);
 }
 
 template <class Fn, class... Args>
@@ -192,16 +210,22 @@ CUresult synchronize(CUcontext context, const Real<Fn>& real, Args... args) noex
   if (rt == nullptr) return real(args...);
   const Runtime::SyncMark mark = rt->before_synchronize(context);
   const CUresult result = real(args...);
-  if (result == CUDA_SUCCESS) rt->after_synchronize(mark);
+  result == CUDA_SUCCESS ? rt->after_synchronize(mark) : rt->failed(result);
   return result;
+}
+
+// A program that asks for per-thread variants has streams that only their own threads can ask.
+void note_per_thread(cuuint64_t flags) noexcept {
+  if ((flags & CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM) != 0) shared().streams.lose();
 }
 
 void refuse_ipc() noexcept {
   static constinit std::atomic<bool> told{false};
   count(shared().counters.ipc_refused);
   if (!told.exchange(true)) {
-    log::complain("cuIpcGetMemHandle answers CUDA_ERROR_NOT_SUPPORTED for blocks of the pool (it would name the whole segment); "
-                  "run with CUSHION_ALLOCATOR=cuda to share memory between processes");
+    log::complain(
+        "cuIpcGetMemHandle answers CUDA_ERROR_NOT_SUPPORTED for blocks of the pool (it would name the whole segment); "
+        "run with CUSHION_ALLOCATOR=cuda to share memory between processes");
   }
 }
 
@@ -223,12 +247,14 @@ using namespace cushion;
 CUresult hook_cuGetProcAddress(const char* symbol, void** function, int version, cuuint64_t flags) noexcept {
   const CUresult result = real_cuGetProcAddress(symbol, function, version, flags);
   if (result == CUDA_SUCCESS && function != nullptr && *function != nullptr) *function = replacement_of(*function);
+  note_per_thread(flags);
   return result;
 }
 CUresult hook_cuGetProcAddress_v2(const char* symbol, void** function, int version, cuuint64_t flags,
                                   CUdriverProcAddressQueryResult* status) noexcept {
   const CUresult result = real_cuGetProcAddress_v2(symbol, function, version, flags, status);
   if (result == CUDA_SUCCESS && function != nullptr && *function != nullptr) *function = replacement_of(*function);
+  note_per_thread(flags);
   return result;
 }
 
@@ -242,7 +268,8 @@ CUresult hook_cuMemAlloc_v2(CUdeviceptr* out, std::size_t bytes) noexcept {
   return forward(*rt, outcome, Api::malloc, out, bytes, nullptr, real_cuMemAlloc_v2, out, bytes);
 }
 
-CUresult hook_cuMemAllocPitch_v2(CUdeviceptr* out, std::size_t* pitch, std::size_t width, std::size_t height, unsigned element) noexcept {
+CUresult hook_cuMemAllocPitch_v2(CUdeviceptr* out, std::size_t* pitch, std::size_t width, std::size_t height,
+                                 unsigned element) noexcept {
   constexpr std::size_t kPitch = 512;  // measured: the driver rounds every width up to this
   Runtime* rt = serving_allocation();
   if (rt == nullptr) return real_cuMemAllocPitch_v2(out, pitch, width, height, element);
@@ -254,11 +281,13 @@ CUresult hook_cuMemAllocPitch_v2(CUdeviceptr* out, std::size_t* pitch, std::size
     *pitch = row;
     return CUDA_SUCCESS;
   }
-  return forward(*rt, outcome, Api::pitch, out, row * height, nullptr, real_cuMemAllocPitch_v2, out, pitch, width, height, element);
+  return forward(*rt, outcome, Api::pitch, out, row * height, nullptr, real_cuMemAllocPitch_v2, out, pitch, width,
+                 height, element);
 }
 
 CUresult hook_cuMemFree_v2(CUdeviceptr address) noexcept {
-  return free_block(address, [&](Runtime& rt) { return rt.free(address); }, real_cuMemFree_v2, address);
+  return free_block(
+      address, [&](Runtime& rt) { return rt.free(address); }, real_cuMemFree_v2, address);
 }
 
 CUresult hook_cuMemAllocAsync(CUdeviceptr* out, std::size_t bytes, CUstream stream) noexcept {
@@ -284,12 +313,15 @@ CUresult hook_cuMemGetInfo_v2(std::size_t* idle, std::size_t* total) noexcept {
 CUresult hook_cuMemAllocManaged(CUdeviceptr* out, std::size_t bytes, unsigned flags) noexcept {
   Runtime* rt = serving_allocation();
   if (rt == nullptr) return real_cuMemAllocManaged(out, bytes, flags);
-  return forward(*rt, Runtime::Outcome::forward, Api::managed, out, bytes, nullptr, real_cuMemAllocManaged, out, bytes, flags);
+  return forward(*rt, Runtime::Outcome::forward, Api::managed, out, bytes, nullptr, real_cuMemAllocManaged, out, bytes,
+                 flags);
 }
-CUresult hook_cuMemAllocFromPoolAsync(CUdeviceptr* out, std::size_t bytes, CUmemoryPool pool, CUstream stream) noexcept {
+CUresult hook_cuMemAllocFromPoolAsync(CUdeviceptr* out, std::size_t bytes, CUmemoryPool pool,
+                                      CUstream stream) noexcept {
   return allocate_from_pool(out, bytes, pool, stream, stream, real_cuMemAllocFromPoolAsync);
 }
-CUresult hook_cuMemAllocFromPoolAsync_ptsz(CUdeviceptr* out, std::size_t bytes, CUmemoryPool pool, CUstream stream) noexcept {
+CUresult hook_cuMemAllocFromPoolAsync_ptsz(CUdeviceptr* out, std::size_t bytes, CUmemoryPool pool,
+                                           CUstream stream) noexcept {
   return allocate_from_pool(out, bytes, pool, per_thread(stream), stream, real_cuMemAllocFromPoolAsync_ptsz);
 }
 CUresult hook_cuMemCreate(CUmemGenericAllocationHandle* out, std::size_t bytes, const CUmemAllocationProp* properties,
@@ -317,49 +349,61 @@ CUSHION_WITH_ROOM(cuMipmappedArrayCreate, (CUmipmappedArray * a, const CUDA_ARRA
 CUSHION_WITH_ROOM(cuMemPoolCreate, (CUmemoryPool * a, const CUmemPoolProps* b), a, b)
 CUSHION_WITH_ROOM(cuModuleLoad, (CUmodule * a, const char* b), a, b)
 CUSHION_WITH_ROOM(cuModuleLoadData, (CUmodule * a, const void* b), a, b)
-CUSHION_WITH_ROOM(cuModuleLoadDataEx, (CUmodule * a, const void* b, unsigned c, CUjit_option* d, void** e), a, b, c, d, e)
+CUSHION_WITH_ROOM(cuModuleLoadDataEx, (CUmodule * a, const void* b, unsigned c, CUjit_option* d, void** e), a, b, c, d,
+                  e)
 CUSHION_WITH_ROOM(cuModuleLoadFatBinary, (CUmodule * a, const void* b), a, b)
 CUSHION_WITH_ROOM(cuLibraryLoadData,
-                  (CUlibrary * a, const void* b, CUjit_option* c, void** d, unsigned e, CUlibraryOption* f, void** g, unsigned h), a,
-                  b, c, d, e, f, g, h)
+                  (CUlibrary * a, const void* b, CUjit_option* c, void** d, unsigned e, CUlibraryOption* f, void** g,
+                   unsigned h),
+                  a, b, c, d, e, f, g, h)
 CUSHION_WITH_ROOM(cuLibraryLoadFromFile,
-                  (CUlibrary * a, const char* b, CUjit_option* c, void** d, unsigned e, CUlibraryOption* f, void** g, unsigned h), a,
-                  b, c, d, e, f, g, h)
-CUSHION_WITH_ROOM(cuStreamCreate, (CUstream * a, unsigned b), a, b)
-CUSHION_WITH_ROOM(cuStreamCreateWithPriority, (CUstream * a, unsigned b, int c), a, b, c)
+                  (CUlibrary * a, const char* b, CUjit_option* c, void** d, unsigned e, CUlibraryOption* f, void** g,
+                   unsigned h),
+                  a, b, c, d, e, f, g, h)
 CUSHION_WITH_ROOM(cuEventCreate, (CUevent * a, unsigned b), a, b)
-CUSHION_WITH_ROOM(cuGraphInstantiate, (CUgraphExec * a, CUgraph b, CUgraphNode* c, char* d, std::size_t e), a, b, c, d, e)
-CUSHION_WITH_ROOM(cuGraphInstantiate_v2, (CUgraphExec * a, CUgraph b, CUgraphNode* c, char* d, std::size_t e), a, b, c, d, e)
+CUSHION_WITH_ROOM(cuGraphInstantiate, (CUgraphExec * a, CUgraph b, CUgraphNode* c, char* d, std::size_t e), a, b, c, d,
+                  e)
+CUSHION_WITH_ROOM(cuGraphInstantiate_v2, (CUgraphExec * a, CUgraph b, CUgraphNode* c, char* d, std::size_t e), a, b, c,
+                  d, e)
 CUSHION_WITH_ROOM(cuGraphInstantiateWithFlags, (CUgraphExec * a, CUgraph b, unsigned long long c), a, b, c)
 CUSHION_WITH_ROOM(cuGraphInstantiateWithParams, (CUgraphExec * a, CUgraph b, CUDA_GRAPH_INSTANTIATE_PARAMS* c), a, b, c)
-CUSHION_WITH_ROOM(cuGraphInstantiateWithParams_ptsz, (CUgraphExec * a, CUgraph b, CUDA_GRAPH_INSTANTIATE_PARAMS* c), a, b, c)
+CUSHION_WITH_ROOM(cuGraphInstantiateWithParams_ptsz, (CUgraphExec * a, CUgraph b, CUDA_GRAPH_INSTANTIATE_PARAMS* c), a,
+                  b, c)
 CUSHION_WITH_ROOM(cuGraphLaunch, (CUgraphExec a, CUstream b), a, b)
 CUSHION_WITH_ROOM(cuGraphLaunch_ptsz, (CUgraphExec a, CUstream b), a, b)
 CUSHION_WITH_ROOM(cuLaunchKernel,
-                  (CUfunction a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned f, unsigned g, unsigned h, CUstream i,
-                   void** j, void** k),
+                  (CUfunction a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned f, unsigned g, unsigned h,
+                   CUstream i, void** j, void** k),
                   a, b, c, d, e, f, g, h, i, j, k)
 CUSHION_WITH_ROOM(cuLaunchKernel_ptsz,
-                  (CUfunction a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned f, unsigned g, unsigned h, CUstream i,
-                   void** j, void** k),
+                  (CUfunction a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned f, unsigned g, unsigned h,
+                   CUstream i, void** j, void** k),
                   a, b, c, d, e, f, g, h, i, j, k)
 CUSHION_WITH_ROOM(cuLaunchKernelEx, (const CUlaunchConfig* a, CUfunction b, void** c, void** d), a, b, c, d)
 CUSHION_WITH_ROOM(cuLaunchKernelEx_ptsz, (const CUlaunchConfig* a, CUfunction b, void** c, void** d), a, b, c, d)
 CUSHION_WITH_ROOM(cuLaunchCooperativeKernel,
-                  (CUfunction a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned f, unsigned g, unsigned h, CUstream i,
-                   void** j),
+                  (CUfunction a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned f, unsigned g, unsigned h,
+                   CUstream i, void** j),
                   a, b, c, d, e, f, g, h, i, j)
 CUSHION_WITH_ROOM(cuLaunchCooperativeKernel_ptsz,
-                  (CUfunction a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned f, unsigned g, unsigned h, CUstream i,
-                   void** j),
+                  (CUfunction a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned f, unsigned g, unsigned h,
+                   CUstream i, void** j),
                   a, b, c, d, e, f, g, h, i, j)
 
 // ---- streams and captures ----------------------------------------------------------------------------------------
 
+CUresult hook_cuStreamCreate(CUstream* out, unsigned flags) noexcept {
+  return create_stream(out, real_cuStreamCreate, flags);
+}
+CUresult hook_cuStreamCreateWithPriority(CUstream* out, unsigned flags, int priority) noexcept {
+  return create_stream(out, real_cuStreamCreateWithPriority, flags, priority);
+}
 CUresult hook_cuStreamDestroy(CUstream stream) noexcept { return destroy_stream(stream, real_cuStreamDestroy); }
 CUresult hook_cuStreamDestroy_v2(CUstream stream) noexcept { return destroy_stream(stream, real_cuStreamDestroy_v2); }
 
-CUresult hook_cuStreamBeginCapture(CUstream stream) noexcept { return begin_capture(stream, real_cuStreamBeginCapture, stream); }
+CUresult hook_cuStreamBeginCapture(CUstream stream) noexcept {
+  return begin_capture(stream, real_cuStreamBeginCapture, stream);
+}
 CUresult hook_cuStreamBeginCapture_ptsz(CUstream stream) noexcept {
   return begin_capture(per_thread(stream), real_cuStreamBeginCapture_ptsz, stream);
 }
@@ -369,12 +413,14 @@ CUresult hook_cuStreamBeginCapture_v2(CUstream stream, CUstreamCaptureMode mode)
 CUresult hook_cuStreamBeginCapture_v2_ptsz(CUstream stream, CUstreamCaptureMode mode) noexcept {
   return begin_capture(per_thread(stream), real_cuStreamBeginCapture_v2_ptsz, stream, mode);
 }
-CUresult hook_cuStreamBeginCaptureToGraph(CUstream stream, CUgraph graph, const CUgraphNode* nodes, const CUgraphEdgeData* edges,
-                                          std::size_t n, CUstreamCaptureMode mode) noexcept {
+CUresult hook_cuStreamBeginCaptureToGraph(CUstream stream, CUgraph graph, const CUgraphNode* nodes,
+                                          const CUgraphEdgeData* edges, std::size_t n,
+                                          CUstreamCaptureMode mode) noexcept {
   return begin_capture(stream, real_cuStreamBeginCaptureToGraph, stream, graph, nodes, edges, n, mode);
 }
 CUresult hook_cuStreamBeginCaptureToGraph_ptsz(CUstream stream, CUgraph graph, const CUgraphNode* nodes,
-                                               const CUgraphEdgeData* edges, std::size_t n, CUstreamCaptureMode mode) noexcept {
+                                               const CUgraphEdgeData* edges, std::size_t n,
+                                               CUstreamCaptureMode mode) noexcept {
   return begin_capture(per_thread(stream), real_cuStreamBeginCaptureToGraph_ptsz, stream, graph, nodes, edges, n, mode);
 }
 CUresult hook_cuStreamEndCapture(CUstream stream, CUgraph* graph) noexcept {
@@ -386,7 +432,9 @@ CUresult hook_cuStreamEndCapture_ptsz(CUstream stream, CUgraph* graph) noexcept 
 
 // ---- events ------------------------------------------------------------------------------------------------------
 
-CUresult hook_cuEventRecord(CUevent event, CUstream stream) noexcept { return record(event, stream, real_cuEventRecord, stream); }
+CUresult hook_cuEventRecord(CUevent event, CUstream stream) noexcept {
+  return record(event, stream, real_cuEventRecord, stream);
+}
 CUresult hook_cuEventRecord_ptsz(CUevent event, CUstream stream) noexcept {
   return record(event, per_thread(stream), real_cuEventRecord_ptsz, stream);
 }
@@ -412,15 +460,18 @@ CUresult hook_cuCtxRecordEvent(CUcontext context, CUevent event) noexcept {
 CUresult hook_cuGreenCtxRecordEvent(CUgreenCtx context, CUevent event) noexcept {
   return record_context(context, event, real_cuGreenCtxRecordEvent);
 }
-CUresult hook_cuGraphAddEventRecordNode(CUgraphNode* node, CUgraph graph, const CUgraphNode* after, std::size_t n, CUevent event) noexcept {
+CUresult hook_cuGraphAddEventRecordNode(CUgraphNode* node, CUgraph graph, const CUgraphNode* after, std::size_t n,
+                                        CUevent event) noexcept {
   return with_foreign_events(real_cuGraphAddEventRecordNode, node, graph, after, n, event);
 }
-CUresult hook_cuGraphAddNode(CUgraphNode* node, CUgraph graph, const CUgraphNode* after, std::size_t n, CUgraphNodeParams* params) noexcept {
-  if (params == nullptr || params->type != CU_GRAPH_NODE_TYPE_EVENT_RECORD) return real_cuGraphAddNode(node, graph, after, n, params);
+CUresult hook_cuGraphAddNode(CUgraphNode* node, CUgraph graph, const CUgraphNode* after, std::size_t n,
+                             CUgraphNodeParams* params) noexcept {
+  if (params == nullptr || params->type != CU_GRAPH_NODE_TYPE_EVENT_RECORD)
+    return real_cuGraphAddNode(node, graph, after, n, params);
   return with_foreign_events(real_cuGraphAddNode, node, graph, after, n, params);
 }
-CUresult hook_cuGraphAddNode_v2(CUgraphNode* node, CUgraph graph, const CUgraphNode* after, const CUgraphEdgeData* edges,
-                                std::size_t n, CUgraphNodeParams* params) noexcept {
+CUresult hook_cuGraphAddNode_v2(CUgraphNode* node, CUgraph graph, const CUgraphNode* after,
+                                const CUgraphEdgeData* edges, std::size_t n, CUgraphNodeParams* params) noexcept {
   if (params == nullptr || params->type != CU_GRAPH_NODE_TYPE_EVENT_RECORD) {
     return real_cuGraphAddNode_v2(node, graph, after, edges, n, params);
   }
@@ -436,12 +487,15 @@ CUresult hook_cuIpcOpenEventHandle(CUevent* event, CUipcEventHandle handle) noex
 // ---- contexts ----------------------------------------------------------------------------------------------------
 
 CUresult hook_cuCtxSynchronize() noexcept { return synchronize(nullptr, real_cuCtxSynchronize); }
-CUresult hook_cuCtxSynchronize_v2(CUcontext context) noexcept { return synchronize(context, real_cuCtxSynchronize_v2, context); }
+CUresult hook_cuCtxSynchronize_v2(CUcontext context) noexcept {
+  return synchronize(context, real_cuCtxSynchronize_v2, context);
+}
 
 CUresult hook_cuCtxCreate_v2(CUcontext* out, unsigned flags, CUdevice device) noexcept {
   return create_context(out, real_cuCtxCreate_v2, flags, device);
 }
-CUresult hook_cuCtxCreate_v3(CUcontext* out, CUexecAffinityParam* affinity, int n, unsigned flags, CUdevice device) noexcept {
+CUresult hook_cuCtxCreate_v3(CUcontext* out, CUexecAffinityParam* affinity, int n, unsigned flags,
+                             CUdevice device) noexcept {
   return create_context(out, real_cuCtxCreate_v3, affinity, n, flags, device);
 }
 CUresult hook_cuCtxCreate_v4(CUcontext* out, CUctxCreateParams* params, unsigned flags, CUdevice device) noexcept {
@@ -450,12 +504,18 @@ CUresult hook_cuCtxCreate_v4(CUcontext* out, CUctxCreateParams* params, unsigned
 CUresult hook_cuCtxDestroy(CUcontext context) noexcept { return destroy_context(context, real_cuCtxDestroy); }
 CUresult hook_cuCtxDestroy_v2(CUcontext context) noexcept { return destroy_context(context, real_cuCtxDestroy_v2); }
 CUresult hook_cuCtxDetach(CUcontext context) noexcept { return destroy_context(context, real_cuCtxDetach); }
-CUresult hook_cuDevicePrimaryCtxRelease(CUdevice device) noexcept { return release_primary(device, real_cuDevicePrimaryCtxRelease); }
+CUresult hook_cuDevicePrimaryCtxRelease(CUdevice device) noexcept {
+  return release_primary(device, real_cuDevicePrimaryCtxRelease);
+}
 CUresult hook_cuDevicePrimaryCtxRelease_v2(CUdevice device) noexcept {
   return release_primary(device, real_cuDevicePrimaryCtxRelease_v2);
 }
-CUresult hook_cuDevicePrimaryCtxReset(CUdevice device) noexcept { return reset_primary(device, real_cuDevicePrimaryCtxReset); }
-CUresult hook_cuDevicePrimaryCtxReset_v2(CUdevice device) noexcept { return reset_primary(device, real_cuDevicePrimaryCtxReset_v2); }
+CUresult hook_cuDevicePrimaryCtxReset(CUdevice device) noexcept {
+  return reset_primary(device, real_cuDevicePrimaryCtxReset);
+}
+CUresult hook_cuDevicePrimaryCtxReset_v2(CUdevice device) noexcept {
+  return reset_primary(device, real_cuDevicePrimaryCtxReset_v2);
+}
 CUresult hook_cuGreenCtxCreate(CUgreenCtx* out, CUdevResourceDesc resources, CUdevice device, unsigned flags) noexcept {
   shared().green_contexts.store(true, std::memory_order_relaxed);
   return with_room(real_cuGreenCtxCreate, out, resources, device, flags);
@@ -486,7 +546,8 @@ CUresult hook_cuPointerGetAttribute(void* data, CUpointer_attribute attribute, C
   if (result == CUDA_SUCCESS) hide_ipc(attribute, data, address);
   return result;
 }
-CUresult hook_cuPointerGetAttributes(unsigned n, CUpointer_attribute* attributes, void** data, CUdeviceptr address) noexcept {
+CUresult hook_cuPointerGetAttributes(unsigned n, CUpointer_attribute* attributes, void** data,
+                                     CUdeviceptr address) noexcept {
   const CUresult result = real_cuPointerGetAttributes(n, attributes, data, address);
   if (result == CUDA_SUCCESS) {
     for (unsigned i = 0; i < n; ++i) hide_ipc(attributes[i], data[i], address);

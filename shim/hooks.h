@@ -62,11 +62,11 @@ struct NoexceptOf<R (*)(Args...)> {
 }  // namespace cushion
 
 #define CUSHION_LIBC_HOOK(name)
-#define CUSHION_HOOK(elf, base, since, suffix)                                                                   \
-  extern "C" __attribute__((visibility("default"))) cushion::NoexceptOf<PFN_##base##_v##since##suffix>::type     \
-      hook_##elf __asm__(#elf);                                                                                  \
-  namespace cushion {                                                                                            \
-  inline constexpr Real<PFN_##base##_v##since##suffix> real_##elf{HookId::id_##elf};                                  \
+#define CUSHION_HOOK(elf, base, since, suffix)                                       \
+  extern "C" __attribute__((visibility("default")))                                  \
+  cushion::NoexceptOf<PFN_##base##_v##since##suffix>::type hook_##elf __asm__(#elf); \
+  namespace cushion {                                                                \
+  inline constexpr Real<PFN_##base##_v##since##suffix> real_##elf{HookId::id_##elf}; \
   }
 #include "shim/hooks.def"
 #undef CUSHION_HOOK

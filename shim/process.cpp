@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <cstdlib>
+#include <ctime>
 #include <mutex>
 
 #include "shim/hooks.h"
@@ -17,6 +18,10 @@ namespace cushion {
 constinit std::atomic<Life> g_life{Life::fresh};
 
 namespace {
+
+// When the process loaded us. The coarse clock is the one that file times are taken from.
+constinit timespec g_loaded{};
+__attribute__((constructor)) void note_load_time() { clock_gettime(CLOCK_REALTIME_COARSE, &g_loaded); }
 
 constinit std::mutex g_start_mutex;  // one thread starts the runtime; g_life's release shows it to the others
 
@@ -43,7 +48,8 @@ void on_deadly_signal(int number, siginfo_t* info, void*) noexcept {
 void watch_signals() noexcept {
   for (const int number : kDeadly) {
     struct sigaction now {};
-    if (sigaction(number, nullptr, &now) != 0 || (now.sa_flags & SA_SIGINFO) != 0 || now.sa_handler != SIG_DFL) continue;
+    if (sigaction(number, nullptr, &now) != 0 || (now.sa_flags & SA_SIGINFO) != 0 || now.sa_handler != SIG_DFL)
+      continue;
     struct sigaction ours {};
     ours.sa_sigaction = on_deadly_signal;
     ours.sa_flags = SA_SIGINFO | SA_ONSTACK;
@@ -85,7 +91,7 @@ void start_serving() noexcept {
     return;
   }
   if (!bind_driver()) return;  // no driver is loaded: this allocation fails natively, the next may not
-  const bool started = runtime().start(environ, program_invocation_short_name);
+  const bool started = runtime().start(environ, program_invocation_short_name, g_loaded);
   if (started) {
     pthread_atfork(nullptr, nullptr, in_forked_child);
     at_quick_exit(at_quick_exit_hook);

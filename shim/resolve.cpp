@@ -39,14 +39,18 @@ constexpr HookInfo kInfo[] = {
 };
 
 void* hook_address(std::size_t index) noexcept {
-  static constinit void* const kHook[] = {
-#define CUSHION_HOOK(elf, base, since, suffix) reinterpret_cast<void*>(&hook_##elf),
+  switch (static_cast<HookId>(index)) {
+#define CUSHION_HOOK(elf, base, since, suffix) \
+  case HookId::id_##elf:                       \
+    return reinterpret_cast<void*>(&hook_##elf);
 #define CUSHION_LIBC_HOOK(name)
 #include "shim/hooks.def"
 #undef CUSHION_HOOK
 #undef CUSHION_LIBC_HOOK
-  };
-  return kHook[index];
+    case HookId::count:
+      break;
+  }
+  return nullptr;
 }
 
 // From a name to its hook, hashed when compiling.
@@ -162,7 +166,8 @@ bool bind_driver() noexcept {
     void* answered = nullptr;
     CUdriverProcAddressQueryResult status{};
     if (lookup != nullptr && version >= 12000 &&
-        lookup(kInfo[i].base, &answered, kInfo[i].since, kInfo[i].flags, &status) == CUDA_SUCCESS && answered != nullptr) {
+        lookup(kInfo[i].base, &answered, kInfo[i].since, kInfo[i].flags, &status) == CUDA_SUCCESS &&
+        answered != nullptr) {
       map_address(answered, i);
     }
   }
@@ -172,7 +177,8 @@ bool bind_driver() noexcept {
 
 void* replacement_of(void* driver_function) noexcept {
   if (is_inert() || !bind_driver()) return driver_function;
-  for (std::size_t slot = address_slot(driver_function); g_by_address[slot].function != nullptr; slot = (slot + 1) % kAddressSlots) {
+  for (std::size_t slot = address_slot(driver_function); g_by_address[slot].function != nullptr;
+       slot = (slot + 1) % kAddressSlots) {
     if (g_by_address[slot].function == driver_function) return hook_address(g_by_address[slot].hook);
   }
   return driver_function;

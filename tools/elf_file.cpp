@@ -123,10 +123,6 @@ bool has_static_runtime(Elf* elf) {
 
 }  // namespace
 
-bool ElfFile::needs(const std::string& stem) const {
-  return std::ranges::any_of(needed, [&](const std::string& name) { return name.starts_with(stem); });
-}
-
 ElfFile read_elf(const std::string& path) {
   ElfFile file;
   const auto unreadable = [&file](std::string why) {

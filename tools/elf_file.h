@@ -4,6 +4,7 @@
 // checks it against the file's size. Cost: one open file, reads of the headers, the dynamic section and .rodata.
 #pragma once
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -18,7 +19,9 @@ struct ElfFile {
   std::vector<std::string> needed;   // DT_NEEDED, in order
   bool static_cuda_runtime = false;  // libcudart_static.a is linked in
 
-  bool needs(const std::string& stem) const;  // whether a needed library's name begins with `stem`
+  bool needs(const std::string& stem) const {  // whether a needed library's name begins with `stem`
+    return std::ranges::any_of(needed, [&](const std::string& name) { return name.starts_with(stem); });
+  }
 };
 
 ElfFile read_elf(const std::string& path);

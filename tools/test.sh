@@ -41,7 +41,7 @@ fi
 
 for preset in "${presets[@]}"; do
   step "$preset"
-  cmake --preset "$preset"
+  cmake --preset "$preset" ${checks:+-DCUSHION_WERROR=ON}
   cmake --build --preset "$preset" --parallel "$(nproc)"
   ctest --preset "$preset" --parallel "$(nproc)"
 done

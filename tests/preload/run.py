@@ -374,7 +374,8 @@ def report_unwritable(setting):
     """A report that cannot be written: one line that names the file; output and exit code stay the program's."""
     program = [setting.program("process"), "allocate"]
     native = setting.native(program)
-    for path in (setting.scratch / "no" / "such" / "folder.json", setting.scratch, Path("/dev/full")):
+    (setting.scratch / "file").write_text("not a folder")
+    for path in (setting.scratch / "file" / "report.json", setting.scratch, Path("/dev/full")):
         result = setting.cushioned(program, CUSHION_REPORT=path)
         same(native, result)
         one_line(result, str(path))
@@ -435,7 +436,8 @@ def log(setting):
 @case
 def log_unwritable(setting):
     program = [setting.program("process"), "allocate"]
-    path = setting.scratch / "no" / "such" / "folder.log"
+    (setting.scratch / "file").write_text("not a folder")
+    path = setting.scratch / "file" / "cushion.log"
     result = setting.cushioned(program, CUSHION_LOG_LEVEL="error", CUSHION_LOG_FILE=path)
     same(setting.native(program), result)
     one_line(result, str(path))
