@@ -46,7 +46,7 @@ describe_machine() {
 
 describe_machine | tee "$out/machine.json"
 step configure 30 cmake --preset release
-step build 150 cmake --build --preset release --parallel "$(nproc)"
+step build 150 cmake --build --preset release --parallel "$(nproc)" -- -k 0
 step contract 120 tests/contract/run.sh "$build"
 step tests 170 ctest --preset release --parallel 4 --output-junit "$out/tests.xml"
 # shellcheck disable=SC2086  # no scale is no argument
