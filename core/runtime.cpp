@@ -57,7 +57,7 @@ std::string read_command_line() {
 
 Runtime& runtime() noexcept { return g_eternal.runtime; }
 
-bool Runtime::start(const char* const* environment, const char* program, timespec loaded) noexcept try {
+bool Runtime::start(const char* const* environment, const char* program, const LoadTime& loaded) noexcept try {
   OptionsResult read = read_options(environment);
   for (const std::string& line : read.warnings) log::complain(line);
   for (const std::string& line : read.errors) log::complain(line + "; running on native CUDA");
@@ -71,7 +71,7 @@ bool Runtime::start(const char* const* environment, const char* program, timespe
   about->host = host;
   about->pid = getpid();
   about->loaded = loaded;
-  about->clock = ClockPair::now();
+  shared_.noticeable_wait = TickLength(loaded.clock, ClockPair::now()).ticks_in(10e-6);
   about->options = describe(read.options);
   program_ = about;
   events_ = new std::unordered_map<CUevent, std::pair<Context*, Context::Position>>;
@@ -81,7 +81,7 @@ bool Runtime::start(const char* const* environment, const char* program, timespe
   log::open(options().log_level, expand_path(options().log_file, about->pid, about->host, about->name));
   if (!options().report.empty()) {
     about->report_path =
-        claim_report_path(expand_path(options().report, about->pid, about->host, about->name), about->pid, loaded);
+        claim_report_path(expand_path(options().report, about->pid, about->host, about->name), about->pid, loaded.wall);
   }
   std::vector<CUcontext> accessors;
   {

@@ -7,7 +7,6 @@
 
 #include <array>
 #include <atomic>
-#include <ctime>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -35,8 +34,8 @@ class Runtime {
 
   // Reads the options. False: they are bad (told on stderr), and the program runs on native CUDA. Called once, at the
   // first device allocation, by one thread; shared().driver is bound by then.
-  // `loaded`: CLOCK_REALTIME when the process loaded us.
-  bool start(const char* const* environment, const char* program, timespec loaded) noexcept;
+  // `loaded`: when the process loaded us.
+  bool start(const char* const* environment, const char* program, const LoadTime& loaded) noexcept;
 
   Shared& shared() noexcept { return shared_; }
   const Options& options() const noexcept { return *shared_.options; }
@@ -118,8 +117,7 @@ class Runtime {
     std::string command;
     std::string host;
     long pid = 0;
-    timespec loaded{};  // wall-clock time
-    ClockPair clock;
+    LoadTime loaded;
     std::vector<std::pair<std::string, std::string>> options;
     std::string report_path;  // where the report goes; empty: stderr, or nowhere
   };

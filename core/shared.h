@@ -39,6 +39,10 @@ struct Shared {
   // The program's streams, kept for drivers without context fences only.
   StreamSet streams;
 
+  // Ticks in 10 µs: a fence that takes longer was a wait, and is counted as one. (An idle device answers in under 1
+  // µs.)
+  std::uint64_t noticeable_wait = 0;
+
   // Streams that stream-ordered frees were seen on: while there are none, event hooks have nothing to note.
   std::atomic<int> stream_heaps{0};
 

@@ -34,12 +34,21 @@ struct ClockPair {
   static ClockPair now() noexcept { return {ticks(), monotonic_ns()}; }
 };
 
+// When the process began, as far as Cushion can tell: in file times' clock, and on both of its own.
+struct LoadTime {
+  timespec wall{};
+  ClockPair clock;
+};
+
 class TickLength {
  public:
   TickLength(ClockPair start, ClockPair end) noexcept
       : seconds_(end.tick > start.tick
                      ? static_cast<double>(end.ns - start.ns) * 1e-9 / static_cast<double>(end.tick - start.tick)
                      : 0) {}
+  std::uint64_t ticks_in(double seconds) const noexcept {
+    return seconds_ > 0 ? static_cast<std::uint64_t>(seconds / seconds_) : 0;
+  }
   double seconds(std::uint64_t tick_count) const noexcept { return static_cast<double>(tick_count) * seconds_; }
 
  private:

@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <mutex>
 
 #include "core/driver.h"
 
@@ -27,6 +28,8 @@ extern constinit std::atomic<void*> g_real[kHooks];
 // Finds the loaded driver and fills g_real, core's driver table and the map of cuGetProcAddress's answers. False while
 // no driver is loaded. Takes a lock the first time; afterwards one acquire load.
 bool bind_driver() noexcept;
+
+extern constinit std::mutex g_bind_mutex;  // held while binding; a fork waits for it
 
 // The hook that stands for a function of the real driver, or the function itself if it is not hooked.
 void* replacement_of(void* driver_function) noexcept;

@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -20,8 +21,11 @@ constinit std::atomic<Life> g_life{Life::fresh};
 namespace {
 
 // When the process loaded us. The coarse clock is the one that file times are taken from.
-constinit timespec g_loaded{};
-__attribute__((constructor)) void note_load_time() { clock_gettime(CLOCK_REALTIME_COARSE, &g_loaded); }
+constinit LoadTime g_loaded{};
+__attribute__((constructor)) void note_load_time() {
+  clock_gettime(CLOCK_REALTIME_COARSE, &g_loaded.wall);
+  g_loaded.clock = ClockPair::now();
+}
 
 constinit std::mutex g_start_mutex;  // one thread starts the runtime; g_life's release shows it to the others
 
@@ -63,11 +67,38 @@ void finish(const char* how) noexcept {
   runtime().report(how, false);
 }
 
+// A fork waits for a start under way, so that the child inherits either nothing or the whole; then the parent's and the
+// child's copies of the lock are both released by the thread that took it.
+void before_fork() noexcept {
+  g_start_mutex.lock();
+  g_bind_mutex.lock();  // in start()'s order
+}
+void in_forking_parent() noexcept {
+  g_bind_mutex.unlock();
+  g_start_mutex.unlock();
+}
 void in_forked_child() noexcept {
   if (g_life.load(std::memory_order_relaxed) == Life::serving) g_life.store(Life::forked, std::memory_order_release);
+  in_forking_parent();
 }
 
 void at_quick_exit_hook() { finish("quick_exit"); }
+
+// With g_start_mutex held.
+void start() noexcept {
+  if (g_life.load(std::memory_order_relaxed) != Life::fresh) return;
+  if (inert(program_invocation_short_name)) {
+    g_life.store(Life::native, std::memory_order_release);
+    return;
+  }
+  if (!bind_driver()) return;  // no driver is loaded: this allocation fails natively, the next may not
+  const bool started = runtime().start(environ, program_invocation_short_name, g_loaded);
+  if (started) {
+    at_quick_exit(at_quick_exit_hook);
+    watch_signals();
+  }
+  g_life.store(started ? Life::serving : Life::native, std::memory_order_release);
+}
 
 // Runs after the program's atexit handlers and static destructors, so that what they free is not called a leak.
 __attribute__((destructor)) void at_unload() {
@@ -84,20 +115,17 @@ __attribute__((destructor)) void at_unload() {
 }  // namespace
 
 void start_serving() noexcept {
+  // Before the lock is first taken: a fork in another thread must find the handlers in place. A second registration by
+  // a racing thread would take the lock twice at a fork, so only the first thread registers, and the others wait.
+  static constinit std::atomic<int> registered{0};  // 0 no, 1 under way, 2 done
+  int expected = 0;
+  if (registered.compare_exchange_strong(expected, 1, std::memory_order_acq_rel)) {
+    pthread_atfork(before_fork, in_forking_parent, in_forked_child);
+    registered.store(2, std::memory_order_release);
+  }
+  while (registered.load(std::memory_order_acquire) != 2) sched_yield();
   std::lock_guard lock(g_start_mutex);
-  if (g_life.load(std::memory_order_relaxed) != Life::fresh) return;
-  if (inert(program_invocation_short_name)) {
-    g_life.store(Life::native, std::memory_order_release);
-    return;
-  }
-  if (!bind_driver()) return;  // no driver is loaded: this allocation fails natively, the next may not
-  const bool started = runtime().start(environ, program_invocation_short_name, g_loaded);
-  if (started) {
-    pthread_atfork(nullptr, nullptr, in_forked_child);
-    at_quick_exit(at_quick_exit_hook);
-    watch_signals();
-  }
-  g_life.store(started ? Life::serving : Life::native, std::memory_order_release);
+  start();
 }
 
 }  // namespace cushion

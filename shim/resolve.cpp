@@ -18,6 +18,7 @@
 namespace cushion {
 
 constinit std::atomic<void*> g_real[kHooks]{};
+constinit std::mutex g_bind_mutex;  // one thread fills the tables; g_bound's release shows them to the others
 
 namespace {
 
@@ -139,8 +140,6 @@ void map_address(void* function, std::size_t hook) noexcept {
 }
 
 constinit std::atomic<bool> g_bound{false};
-constinit std::mutex g_bind_mutex;  // one thread fills the tables; g_bound's release shows them to the others
-
 void* g_driver_library = nullptr;  // under g_bind_mutex
 void* find_in_driver(const char* name) noexcept { return real_dlsym()(g_driver_library, name); }
 
