@@ -43,7 +43,7 @@ CUresult allocate_async(CUdeviceptr* out, std::size_t bytes, CUstream stream, CU
                         const Real<Fn>& real) noexcept {
   Runtime* rt = serving_allocation();
   if (rt == nullptr) return real(out, bytes, as_given);
-  const auto outcome = rt->malloc_async(out, bytes, stream);
+  const auto outcome = t_exhausted ? Runtime::Outcome::exhausted : rt->malloc_async(out, bytes, stream);
   if (outcome == Runtime::Outcome::served) return CUDA_SUCCESS;
   return forward(*rt, outcome, Api::malloc_async, out, bytes, stream, real, out, bytes, as_given);
 }
@@ -263,7 +263,7 @@ CUresult hook_cuGetProcAddress_v2(const char* symbol, void** function, int versi
 CUresult hook_cuMemAlloc_v2(CUdeviceptr* out, std::size_t bytes) noexcept {
   Runtime* rt = serving_allocation();
   if (rt == nullptr) return real_cuMemAlloc_v2(out, bytes);
-  const auto outcome = rt->malloc(out, bytes, Api::malloc);
+  const auto outcome = t_exhausted ? Runtime::Outcome::exhausted : rt->malloc(out, bytes, Api::malloc);
   if (outcome == Runtime::Outcome::served) return CUDA_SUCCESS;
   return forward(*rt, outcome, Api::malloc, out, bytes, nullptr, real_cuMemAlloc_v2, out, bytes);
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cudaTypedefs.h>
+#include <driver_types.h>
 
 #include <atomic>
 #include <cstdint>
@@ -15,9 +16,11 @@ namespace cushion {
 enum class HookId : std::uint16_t {
 #define CUSHION_HOOK(elf, base, since, suffix) id_##elf,
 #define CUSHION_LIBC_HOOK(name)
+#define CUSHION_RUNTIME_HOOK(name, parameters)
 #include "shim/hooks.def"
 #undef CUSHION_HOOK
 #undef CUSHION_LIBC_HOOK
+#undef CUSHION_RUNTIME_HOOK
   count
 };
 inline constexpr std::size_t kHooks = static_cast<std::size_t>(HookId::count);
@@ -55,6 +58,10 @@ class Real<CUresult (*)(Args...)> {
   HookId id_;
 };
 
+// The runtime hook tried everything to make room before it asked the real runtime: the driver hook below it need not
+// try again.
+extern constinit thread_local bool t_exhausted;
+
 template <class Fn>
 struct NoexceptOf;
 template <class R, class... Args>
@@ -65,6 +72,8 @@ struct NoexceptOf<R (*)(Args...)> {
 }  // namespace cushion
 
 #define CUSHION_LIBC_HOOK(name)
+#define CUSHION_RUNTIME_HOOK(name, parameters) \
+  extern "C" __attribute__((visibility("default"))) cudaError_t hook_##name parameters noexcept __asm__(#name);
 #define CUSHION_HOOK(elf, base, since, suffix)                                       \
   extern "C" __attribute__((visibility("default")))                                  \
   cushion::NoexceptOf<PFN_##base##_v##since##suffix>::type hook_##elf __asm__(#elf); \
@@ -74,3 +83,4 @@ struct NoexceptOf<R (*)(Args...)> {
 #include "shim/hooks.def"
 #undef CUSHION_HOOK
 #undef CUSHION_LIBC_HOOK
+#undef CUSHION_RUNTIME_HOOK

@@ -34,9 +34,11 @@ constexpr cuuint64_t flags_of(std::string_view suffix) noexcept {
 constexpr HookInfo kInfo[] = {
 #define CUSHION_HOOK(elf, base, since, suffix) {#elf, #base, since, flags_of(#suffix)},
 #define CUSHION_LIBC_HOOK(name)
+#define CUSHION_RUNTIME_HOOK(name, parameters)
 #include "shim/hooks.def"
 #undef CUSHION_HOOK
 #undef CUSHION_LIBC_HOOK
+#undef CUSHION_RUNTIME_HOOK
 };
 
 void* hook_address(std::size_t index) noexcept {
@@ -45,9 +47,11 @@ void* hook_address(std::size_t index) noexcept {
   case HookId::id_##elf:                       \
     return reinterpret_cast<void*>(&hook_##elf);
 #define CUSHION_LIBC_HOOK(name)
+#define CUSHION_RUNTIME_HOOK(name, parameters)
 #include "shim/hooks.def"
 #undef CUSHION_HOOK
 #undef CUSHION_LIBC_HOOK
+#undef CUSHION_RUNTIME_HOOK
     case HookId::count:
       break;
   }

@@ -1,0 +1,171 @@
+// Runtime hooks: a fast path for programs that use a shared libcudart, past the runtime's own bookkeeping.
+//
+// Invariant: only a call that succeeds, and that the runtime would have sent to the context that is current now, is
+// answered here; its outcome leaves no trace in the runtime, natively neither. Everything else goes through the real
+// runtime and is caught at driver level: errors (so that cudaGetLastError is right), a thread's first call, the first
+// after cudaSetDevice, a context that the runtime was not seen to use, an open capture, and all calls once the process
+// is exiting (so that they answer "unloading" when the runtime does).
+#include <dlfcn.h>
+#include <driver_types.h>
+#include <link.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+
+#include "shim/hooks.h"
+#include "shim/process.h"
+
+namespace cushion {
+
+constinit thread_local bool t_exhausted = false;
+
+namespace {
+
+// The context that this thread's last successful call through the real runtime ran in.
+struct Seen {
+  CUcontext context;
+  std::uint64_t epoch;  // Shared::handle_epoch then: a reset makes the runtime start anew
+};
+constinit thread_local Seen t_seen{};
+
+constinit std::atomic<bool> g_exiting{false};
+constinit std::atomic<bool> g_exit_watched{false};
+
+CUcontext current_context() noexcept {
+  CUcontext now = nullptr;
+  InsideDriver inside;
+  return runtime().shared().driver.cuCtxGetCurrent(&now) == CUDA_SUCCESS ? now : nullptr;
+}
+
+Runtime* fast_path() noexcept {
+  Runtime* rt = serving();
+  if (rt == nullptr || t_seen.context == nullptr || g_exiting.load(std::memory_order_relaxed)) return nullptr;
+  const Shared& shared = rt->shared();
+  if (shared.gate.may_be_open() || t_seen.epoch != shared.handle_epoch.load(std::memory_order_acquire)) return nullptr;
+  return current_context() == t_seen.context ? rt : nullptr;
+}
+
+// After a call that the real runtime answered. Our exit handler is registered after the runtime's own, which it
+// registered when it was first used, and so runs before it.
+cudaError_t answered(cudaError_t result) noexcept {
+  if (result != cudaSuccess || serving() == nullptr) return result;
+  t_seen = {current_context(), runtime().shared().handle_epoch.load(std::memory_order_acquire)};
+  if (!g_exit_watched.exchange(true)) std::atexit([] { g_exiting.store(true, std::memory_order_relaxed); });
+  return result;
+}
+
+bool is_runtime(const char* path) noexcept {
+  const char* slash = std::strrchr(path, '/');
+  return std::strncmp(slash != nullptr ? slash + 1 : path, "libcudart", 9) == 0;
+}
+
+// The runtime's own function, as the library that calls us would have found it: in the scope of that library, else in
+// whatever libcudart is loaded. A few microseconds; the fast path never needs it.
+void* find_real(const char* name, const void* caller, const void* ours) noexcept {
+  const auto look = [&](const char* path) -> void* {
+    void* handle = dlopen(path, RTLD_LAZY | RTLD_NOLOAD);
+    if (handle == nullptr) return nullptr;
+    void* found = dlsym(handle, name);
+    dlclose(handle);
+    Dl_info info{};
+    return found != ours && dladdr(found, &info) != 0 && is_runtime(info.dli_fname) ? found : nullptr;
+  };
+  Dl_info info{};
+  link_map* map = nullptr;
+  if (dladdr1(caller, &info, reinterpret_cast<void**>(&map), RTLD_DL_LINKMAP) != 0 && map->l_name[0] != '\0') {
+    if (void* found = look(map->l_name)) return found;
+  }
+  if (void* next = dlsym(RTLD_NEXT, name)) return next;
+  constexpr std::size_t kLongest = 4096;
+  char path[kLongest] = "";
+  dl_iterate_phdr(
+      [](dl_phdr_info* library, std::size_t, void* to) {
+        if (!is_runtime(library->dlpi_name) || std::strlen(library->dlpi_name) >= kLongest) return 0;
+        std::strcpy(static_cast<char*>(to), library->dlpi_name);
+        return 1;
+      },
+      path);
+  return path[0] != '\0' ? look(path) : nullptr;
+}
+
+template <class... Args>
+cudaError_t call_real(const char* name, const void* caller, const void* ours, Args... args) noexcept {
+  void* real = find_real(name, caller, ours);
+  if (real == nullptr) return cudaErrorInitializationError;
+  return answered(reinterpret_cast<cudaError_t (*)(Args...)>(real)(args...));
+}
+
+bool malloc_async(void** out, std::size_t bytes, CUstream stream) noexcept {
+  Runtime* rt = fast_path();
+  CUdeviceptr address = 0;
+  if (rt == nullptr || out == nullptr) return false;
+  const auto outcome = rt->malloc_async(&address, bytes, stream);
+  t_exhausted = outcome == Runtime::Outcome::exhausted;
+  if (outcome != Runtime::Outcome::served) return false;
+  *out = reinterpret_cast<void*>(address);
+  return true;
+}
+
+bool free_async(void* pointer, CUstream stream) noexcept {
+  Runtime* rt = pointer != nullptr ? fast_path() : nullptr;
+  return rt != nullptr && rt->free_async(reinterpret_cast<CUdeviceptr>(pointer), stream) == CUDA_SUCCESS;
+}
+
+CUstream per_thread(CUstream stream) noexcept { return stream == nullptr ? stream_handle(kPerThreadStream) : stream; }
+
+}  // namespace
+}  // namespace cushion
+
+using namespace cushion;
+
+#define CUSHION_REAL(name, ...) \
+  call_real(#name, __builtin_return_address(0), reinterpret_cast<const void*>(&hook_##name), __VA_ARGS__)
+
+cudaError_t hook_cudaMalloc(void** out, std::size_t bytes) noexcept {
+  if (Runtime* rt = out != nullptr ? fast_path() : nullptr) {
+    CUdeviceptr address = 0;
+    const auto outcome = rt->malloc(&address, bytes, Api::malloc);
+    t_exhausted = outcome == Runtime::Outcome::exhausted;
+    if (outcome == Runtime::Outcome::served) {
+      *out = reinterpret_cast<void*>(address);
+      return cudaSuccess;
+    }
+  }
+  const cudaError_t result = CUSHION_REAL(cudaMalloc, out, bytes);
+  t_exhausted = false;
+  return result;
+}
+
+cudaError_t hook_cudaFree(void* pointer) noexcept {
+  if (Runtime* rt = pointer != nullptr ? fast_path() : nullptr) {
+    if (rt->free(reinterpret_cast<CUdeviceptr>(pointer)) == CUDA_SUCCESS) return cudaSuccess;
+  }
+  return CUSHION_REAL(cudaFree, pointer);
+}
+
+cudaError_t hook_cudaMallocAsync(void** out, std::size_t bytes, cudaStream_t stream) noexcept {
+  if (malloc_async(out, bytes, stream)) return cudaSuccess;
+  const cudaError_t result = CUSHION_REAL(cudaMallocAsync, out, bytes, stream);
+  t_exhausted = false;
+  return result;
+}
+cudaError_t hook_cudaMallocAsync_ptsz(void** out, std::size_t bytes, cudaStream_t stream) noexcept {
+  if (malloc_async(out, bytes, per_thread(stream))) return cudaSuccess;
+  const cudaError_t result = CUSHION_REAL(cudaMallocAsync_ptsz, out, bytes, stream);
+  t_exhausted = false;
+  return result;
+}
+cudaError_t hook_cudaFreeAsync(void* pointer, cudaStream_t stream) noexcept {
+  return free_async(pointer, stream) ? cudaSuccess : CUSHION_REAL(cudaFreeAsync, pointer, stream);
+}
+cudaError_t hook_cudaFreeAsync_ptsz(void* pointer, cudaStream_t stream) noexcept {
+  return free_async(pointer, per_thread(stream)) ? cudaSuccess : CUSHION_REAL(cudaFreeAsync_ptsz, pointer, stream);
+}
+
+// Older runtimes bind the device's context at the next call only: until then the current one says nothing.
+cudaError_t hook_cudaSetDevice(int device) noexcept {
+  const cudaError_t result = CUSHION_REAL(cudaSetDevice, device);
+  t_seen = {};
+  return result;
+}
