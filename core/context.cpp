@@ -96,17 +96,6 @@ Block* Context::try_take(const Need& need, const Request& request) {
     own = heap_of(*request.stream);
     block = pool_.take(*own, need.size, need.alignment, kAnyStamp);
   }
-  if (block == nullptr) block = pool_.take(*clean_, need.size, need.alignment, kAnyStamp);
-  if (block == nullptr && own != clean_) {
-    for (const Heap::Before& earlier : own->before) {
-      for (Heap* heap : pool_.heaps()) {
-        if (heap != nullptr && heap->serial == earlier.serial) {
-          block = pool_.take(*heap, need.size, need.alignment, earlier.stamp);
-        }
-      }
-      if (block != nullptr) break;
-    }
-  }
   if (block == nullptr && own != clean_) {
     for (Evented& e : evented_) {  // its own, freed under pressure: no wait is needed
       if (e.serial != own->serial || e.being_queried || !Bins::fits(*e.block, need.size, need.alignment) ||
@@ -120,6 +109,17 @@ Block* Context::try_take(const Need& need, const Request& request) {
       e.event.release();
       evented_.erase(evented_.begin() + (&e - evented_.data()));
       break;
+    }
+  }
+  if (block == nullptr) block = pool_.take(*clean_, need.size, need.alignment, kAnyStamp);
+  if (block == nullptr && own != clean_) {
+    for (const Heap::Before& earlier : own->before) {
+      for (Heap* heap : pool_.heaps()) {
+        if (heap != nullptr && heap->serial == earlier.serial) {
+          block = pool_.take(*heap, need.size, need.alignment, earlier.stamp);
+        }
+      }
+      if (block != nullptr) break;
     }
   }
   if (block != nullptr) hand_out(*block, request);
@@ -624,8 +624,8 @@ void Context::poll_evented() {
 
 bool Context::streams_idle() {
   // A green context's work is on streams that are not ours to know.
-  if (!shared_.streams.complete() || shared_.green_contexts.load(std::memory_order_relaxed) ||
-      shared_.gate.may_be_open() || shared_.peers.load(std::memory_order_relaxed)) {
+  if (shared_.green_contexts.load(std::memory_order_relaxed) || shared_.gate.may_be_open() ||
+      shared_.peers.load(std::memory_order_relaxed)) {
     return false;
   }
   CurrentContext current(driver(), handle_);
@@ -646,7 +646,7 @@ void Context::poll_streams() {
     const std::uint64_t stamp = fences_.stamp();
     const std::uint64_t generation = events_.generation();
     lock.unlock();
-    const bool idle = streams_idle();
+    const bool idle = shared_.streams.complete() && streams_idle();
     lock.lock();
     if (generation != events_.generation()) return;
     if (idle) {
@@ -812,15 +812,16 @@ std::uint64_t Context::release_unused(std::uint64_t keep) {
     const bool idle = is_complete(fence.events);
     for (FenceEvent& event : fence.events) event.release();
     if (!idle) return 0;
-  } else if (!streams_idle()) {
-    return 0;
+  } else {
+    poll_streams();
+    if (!streams_idle()) return 0;
   }
   std::vector<CUdeviceptr> back;
   std::uint64_t bytes = 0;
   {
     std::lock_guard lock(mutex_);
     if (generation != events_.generation()) return 0;
-    fences_.completed(fence.stamp);
+    if (context_fences()) fences_.completed(fence.stamp);
     clean_up();
     for (Segment* segment = pool_.segments(); segment != nullptr && pool_.unused() > keep;) {
       Segment* next = segment->next;

@@ -147,7 +147,7 @@ class Context {
   void poll();  // asks the fences, takes a new one if frees lack one, cleans up
   void poll_evented();
   void poll_streams();
-  bool streams_idle();  // without context fences: whether every stream of the context is idle; no dependency is made
+  bool streams_idle();  // without context fences: whether every known stream is idle; makes no dependency
   CUresult wait_for_context() noexcept;  // as long as the native cudaFree would
   CUresult native_wait() noexcept;       // by freeing a small spare allocation
   std::uint64_t release_unused(std::uint64_t keep);

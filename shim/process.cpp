@@ -3,7 +3,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
-#include <sched.h>
 #include <signal.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -67,13 +66,16 @@ void finish(const char* how) noexcept {
   runtime().report(how, false);
 }
 
-// A fork waits for a start under way, so that the child inherits either nothing or the whole; then the parent's and the
-// child's copies of the lock are both released by the thread that took it.
+// A fork waits for a start under way, so that the child inherits either nothing or the whole. Threads that start at the
+// same time may each register these handlers, which then run as often at one fork: the depth makes that harmless.
+constinit thread_local int t_forking = 0;
 void before_fork() noexcept {
+  if (t_forking++ != 0) return;
   g_start_mutex.lock();
   g_bind_mutex.lock();  // in start()'s order
 }
 void in_forking_parent() noexcept {
+  if (--t_forking != 0) return;
   g_bind_mutex.unlock();
   g_start_mutex.unlock();
 }
@@ -115,15 +117,12 @@ __attribute__((destructor)) void at_unload() {
 }  // namespace
 
 void start_serving() noexcept {
-  // Before the lock is first taken: a fork in another thread must find the handlers in place. A second registration by
-  // a racing thread would take the lock twice at a fork, so only the first thread registers, and the others wait.
-  static constinit std::atomic<int> registered{0};  // 0 no, 1 under way, 2 done
-  int expected = 0;
-  if (registered.compare_exchange_strong(expected, 1, std::memory_order_acq_rel)) {
+  // Before the lock is first taken: a fork in another thread must find the handlers in place.
+  static constinit std::atomic<bool> registered{false};
+  if (!registered.load(std::memory_order_acquire)) {
     pthread_atfork(before_fork, in_forking_parent, in_forked_child);
-    registered.store(2, std::memory_order_release);
+    registered.store(true, std::memory_order_release);
   }
-  while (registered.load(std::memory_order_acquire) != 2) sched_yield();
   std::lock_guard lock(g_start_mutex);
   start();
 }
