@@ -7,6 +7,7 @@
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cstdint>
 #include <utility>
 
@@ -107,7 +108,7 @@ class Core {
   Usage& usage() { return shared.usage[0]; }
 
   Shared& shared = eternal<Shared>();
-  bool exhausted = false;
+  std::atomic<bool> exhausted = false;
 
  private:
   CUdeviceptr Allocate(const Request& request) {
