@@ -4,9 +4,9 @@
 
 namespace cushion {
 
-void CaptureGate::begun(CUstream stream, long thread, bool success) noexcept {
+void CaptureGate::begun(CUstream stream, CUcontext context, long thread, bool success) noexcept {
   if (success) {
-    const Open open{stream, is_per_thread(stream) ? thread : 0};
+    const Open open{stream, context, is_per_thread(stream) ? thread : 0};
     try {
       std::lock_guard lock(mutex_);
       open_.push_back(open);
@@ -35,6 +35,13 @@ void CaptureGate::forget(CUstream stream, long thread) noexcept {
   if (!may_be_open()) return;
   std::lock_guard lock(mutex_);
   const auto gone = std::erase_if(open_, [&](const Open& open) { return same(open, stream, thread); });
+  closed_.fetch_sub(static_cast<int>(gone), std::memory_order_seq_cst);
+}
+
+void CaptureGate::forget(CUcontext context) noexcept {
+  if (!may_be_open()) return;
+  std::lock_guard lock(mutex_);
+  const auto gone = std::erase_if(open_, [&](const Open& open) { return open.context == context; });
   closed_.fetch_sub(static_cast<int>(gone), std::memory_order_seq_cst);
 }
 

@@ -41,13 +41,15 @@ class CaptureGate {
     while (recorders_.load(std::memory_order_seq_cst) != 0) std::this_thread::yield();
   }
   // After the real call: on success the stream joins the set of open captures, else the gate opens again.
-  void begun(CUstream stream, long thread, bool success) noexcept;
+  void begun(CUstream stream, CUcontext context, long thread, bool success) noexcept;
 
-  // After an end-capture call, and whenever memory is short: forgets the captures that are over. The legacy stream is
+  // After an end-capture call: forgets the captures that are over. The legacy stream is
   // never asked (asking invalidates a capture), nor another thread's per-thread stream.
   void refresh(const Driver& driver, long thread) noexcept;
   // Before a stream is destroyed, whose capture goes with it.
   void forget(CUstream stream, long thread) noexcept;
+  // After a context has ended, and every capture in it.
+  void forget(CUcontext context) noexcept;
 
   // Whether `stream` itself is capturing. Costs a driver call only while a capture is open.
   bool capturing(const Driver& driver, CUstream stream) const noexcept;
@@ -55,6 +57,7 @@ class CaptureGate {
  private:
   struct Open {
     CUstream stream;
+    CUcontext context;
     long thread;  // the owner, for a per-thread stream; 0: any
   };
   static bool same(const Open& open, CUstream stream, long thread) noexcept {

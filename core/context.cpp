@@ -21,6 +21,17 @@ bool is_capture_error(CUresult r) noexcept {
 
 }  // namespace
 
+// Runs call(stream), a call of Cushion's own on a stream of the program's. While a blocking stream captures, touching
+// the legacy stream would invalidate the capture (contract §4): then it is not called.
+template <class Call>
+CUresult Context::on_stream(CUstream stream, Call call) noexcept {
+  if (!is_legacy(stream)) return call(stream);
+  if (!shared_.gate.enter()) return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
+  const CUresult result = call(stream);
+  shared_.gate.leave();
+  return result;
+}
+
 Context::Context(Shared& shared, CUcontext handle, CUdevice device, std::uint64_t device_bytes, bool primary)
     : shared_(shared),
       handle_(handle),
@@ -81,10 +92,17 @@ void Context::clean_up() noexcept {
     heap->bins.for_each([&](Block* block) {
       if (block->idle.stamp <= through) pool_.move(block, *clean_);
     });
-    const bool held_beside =
-        std::any_of(evented_.begin(), evented_.end(), [&](const Evented& e) { return e.serial == heap->serial; });
-    if (heap->retired && heap->bins.empty() && heap->queries == 0 && !held_beside) pool_.drop(heap);
+    // A stream's heap that is empty and knows no order that still matters can be made again when it is needed.
+    const bool idle = heap->order == Order::stream && heap->bins.empty() && heap->queries == 0 &&
+                      heap->newest <= through &&
+                      std::all_of(heap->before.begin(), heap->before.end(),
+                                  [&](const Heap::Before& b) { return b.stamp <= through; });
+    if (!idle) continue;
+    stream_heaps_.erase(heap->stream_id);
+    shared_.stream_heaps.fetch_sub(1, std::memory_order_relaxed);
+    pool_.drop(heap);
   }
+  tidy_at_ = std::max<std::size_t>(64, 2 * stream_heaps_.size());
 }
 
 // ---- allocation --------------------------------------------------------------------------------------------------
@@ -114,11 +132,9 @@ Block* Context::try_take(const Need& need, const Request& request) {
   if (block == nullptr) block = pool_.take(*clean_, need.size, need.alignment, kAnyStamp);
   if (block == nullptr && own != clean_) {
     for (const Heap::Before& earlier : own->before) {
-      for (Heap* heap : pool_.heaps()) {
-        if (heap != nullptr && heap->serial == earlier.serial) {
-          block = pool_.take(*heap, need.size, need.alignment, earlier.stamp);
-        }
-      }
+      Heap* heap = pool_.heap(earlier.index);
+      if (heap == nullptr || heap->serial != earlier.serial) continue;
+      block = pool_.take(*heap, need.size, need.alignment, earlier.stamp);
       if (block != nullptr) break;
     }
   }
@@ -144,22 +160,31 @@ void Context::account_free(const Block& block) noexcept {
   count(shared_.counters.frees_served);
 }
 
-bool Context::allocate(const Request& request, CUdeviceptr* out, bool& exhausted) noexcept {
-  exhausted = false;
+bool Context::allocate(const Request& request, CUdeviceptr* out) noexcept {
   if (closing_.load(std::memory_order_relaxed) != 0 || broken() != CUDA_SUCCESS || request.bytes > device_bytes_)
     return false;
+  // Without context fences nothing says when a peer's work is complete.
+  if (shared_.peers.load(std::memory_order_relaxed) && !context_fences()) return false;
   const bool big = request.bytes > kBigRequest;
   const Need need{round_up(request.bytes, big ? kBigAlignment : kUnit), big ? kBigAlignment : kUnit};
   try {
     Block* block = nullptr;
+    bool untidy = false;
     {
       std::lock_guard lock(mutex_);
       block = try_take(need, request);
+      untidy = stream_heaps_.size() >= tidy_at_;
     }
-    if (block == nullptr) block = search(need, request, exhausted);
+    if (untidy) poll();
+    if (block == nullptr) block = search(need, request);
     if (block == nullptr) return false;
     *out = block->address.load(std::memory_order_relaxed);
-    if (options().init != InitMode::none) fill(*block, request);
+    if (options().init != InitMode::none && !fill(*block, request)) {
+      std::lock_guard lock(mutex_);  // what it promised cannot be kept: the driver's memory is zero at least
+      account_free(*block);
+      pool_.give(block, *pending_, fences_.next_stamp());
+      return false;
+    }
   } catch (...) {  // no host memory: the driver may still have what is needed
     return false;
   }
@@ -167,60 +192,42 @@ bool Context::allocate(const Request& request, CUdeviceptr* out, bool& exhausted
   return true;
 }
 
-Block* Context::search(const Need& need, const Request& request, bool& exhausted) {
+Block* Context::search(const Need& need, const Request& request) {
   poll();
   {
     std::lock_guard lock(mutex_);
     if (Block* block = try_take(need, request)) return block;
   }
+  CUresult why = CUDA_SUCCESS;
   bool over_max = false;
-  if (Block* block = grow(need, request, false, over_max)) return block;
-  if (request.stream != nullptr) {
-    if (Block* block = steal(need, request)) return block;
-  }
-  if (over_max || broken() != CUDA_SUCCESS) return nullptr;
+  Block* block = grow(need, request, false, why);
+  over_max = why == CUDA_SUCCESS;
+  if (block == nullptr && request.stream != nullptr) block = steal(need, request);
+  if (block != nullptr || over_max || why != CUDA_ERROR_OUT_OF_MEMORY) return block;
 
   // Out of memory. Wait for freed blocks only where they could help, and never while a capture is open.
-  std::size_t driver_free = 0;
-  std::size_t total = 0;
-  {
-    CurrentContext current(driver(), handle_);
-    driver().call(driver().cuMemGetInfo_v2, &driver_free, &total);
-  }
   std::uint64_t pool_free = 0;
+  std::uint64_t held = 0;
+  std::uint64_t hole = 0;
   bool unclean = false;
   {
     std::lock_guard lock(mutex_);
     pool_free = pool_.free_bytes();
+    held = pool_.held();
+    hole = pool_.largest_free();
     unclean = newest_free() != 0 || !evented_.empty();
   }
-  if (need.size <= pool_free + driver_free) {
-    if (unclean && !shared_.gate.may_be_open() && options().oom_wait.ns != 0) {
-      count(shared_.counters.memory_waits);
-      if (Block* block = wait_for_blocks(need, request)) return block;
-    }
-    if (release_unused(0) != 0) {
-      if (Block* block = grow(need, request, true, over_max)) return block;
-    }
-    std::lock_guard lock(mutex_);
-    if (Block* block = try_take(need, request)) return block;
+  if (need.size <= pool_free && unclean && !shared_.gate.may_be_open() && options().oom_wait.ns != 0) {
+    count(shared_.counters.memory_waits);
+    block = wait_for_blocks(need, request);
   }
-  exhausted = true;
-  count(shared_.counters.out_of_memory);
-  log::warn(
-      "out of memory on device {}: {} bytes asked; the pool holds {} bytes, {} of them free, largest hole {}; the "
-      "driver has {} of {} free",
-      device_, request.bytes, held(), pool_free, largest_hole(), driver_free, total);
-  return nullptr;
-}
-
-std::uint64_t Context::held() noexcept {
-  std::lock_guard lock(mutex_);
-  return pool_.held();
-}
-std::uint64_t Context::largest_hole() noexcept {
-  std::lock_guard lock(mutex_);
-  return pool_.largest_free();
+  if (block == nullptr && release_unused(0) != 0) block = grow(need, request, true, why);
+  if (block == nullptr) {
+    count(shared_.counters.out_of_memory);
+    log::warn("out of memory on device {}: {} bytes asked; the pool holds {} bytes, {} of them free, largest hole {}",
+              device_, request.bytes, held, pool_free, hole);
+  }
+  return block;
 }
 
 Block* Context::wait_for_blocks(const Need& need, const Request& request) {
@@ -240,7 +247,8 @@ Block* Context::wait_for_blocks(const Need& need, const Request& request) {
   return block;
 }
 
-Block* Context::grow(const Need& need, const Request& request, bool exact, bool& over_max) {
+// `why` is what the driver said; success without a block: MAX_SIZE does not allow it.
+Block* Context::grow(const Need& need, const Request& request, bool exact, CUresult& why) {
   constexpr std::uint64_t kPage = AddressMap::kPage;
   const std::uint64_t least = round_up(need.size, kPage);
   std::uint64_t want = least;
@@ -252,7 +260,7 @@ Block* Context::grow(const Need& need, const Request& request, bool exact, bool&
     const std::uint64_t have = pool_.held() + promised_;
     const std::uint64_t room = most > have ? most - have : 0;
     if (least > room) {
-      over_max = true;
+      why = CUDA_SUCCESS;
       pressure_ = true;
       return nullptr;
     }
@@ -286,6 +294,7 @@ Block* Context::grow(const Need& need, const Request& request, bool exact, bool&
     }
     note(result);
   }
+  why = result;
   Block* block = nullptr;
   bool added = false;
   {
@@ -294,7 +303,7 @@ Block* Context::grow(const Need& need, const Request& request, bool exact, bool&
       promised_ -= promised;
       --growing_;
       if (result != CUDA_SUCCESS) {
-        pressure_ = true;
+        pressure_ = pressure_ || result == CUDA_ERROR_OUT_OF_MEMORY;
         return nullptr;
       }
       added = address % kPage == 0 && pool_.add(address, want, *clean_);
@@ -307,6 +316,7 @@ Block* Context::grow(const Need& need, const Request& request, bool exact, bool&
     }
   }
   if (added) {
+    take_spare();
     log::debug("device {}: segment of {} bytes at {:#x}", device_, want, address);
   } else if (result == CUDA_SUCCESS) {  // the context was reset meanwhile, or the host is out of memory
     driver().call(driver().cuMemFree_v2, address);
@@ -332,7 +342,9 @@ Block* Context::steal(const Need& need, const Request& request) {
   {
     RelaxedCaptureMode relaxed(driver());
     CurrentContext current(driver(), handle_);
-    result = driver().call(driver().cuStreamWaitEvent, request.stream->handle, chosen.event.event, 0u);
+    result = on_stream(request.stream->handle, [&](CUstream stream) {
+      return driver().call(driver().cuStreamWaitEvent, stream, chosen.event.event, 0u);
+    });
   }
   std::lock_guard lock(mutex_);
   if (generation != events_.generation()) return nullptr;
@@ -352,30 +364,33 @@ Block* Context::steal(const Need& need, const Request& request) {
   return chosen.block;
 }
 
-void Context::fill(const Block& block, const Request& request) noexcept {
+bool Context::fill(const Block& block, const Request& request) noexcept {
   const unsigned char value = options().init == InitMode::zero ? 0 : kJunk;
   const CUdeviceptr address = block.address.load(std::memory_order_relaxed);
+  const auto set = [&](CUstream stream) {
+    return driver().call(driver().cuMemsetD8Async, address, value, static_cast<std::size_t>(request.bytes), stream);
+  };
   RelaxedCaptureMode relaxed(driver());
   CurrentContext current(driver(), handle_);
-  if (request.stream != nullptr) {
-    note(driver().call(driver().cuMemsetD8Async, address, value, static_cast<std::size_t>(request.bytes),
-                       request.stream->handle));
-    return;
-  }
+  if (request.stream != nullptr) return note(on_stream(request.stream->handle, set));
   // cudaMalloc has no stream: an own one, non-blocking, so that nothing of the program is waited for.
   CUstream stream = fill_stream_.load(std::memory_order_acquire);
   if (stream == nullptr) {
-    if (!note(driver().call(driver().cuStreamCreate, &stream, static_cast<unsigned>(CU_STREAM_NON_BLOCKING)))) return;
+    if (!note(driver().call(driver().cuStreamCreate, &stream, static_cast<unsigned>(CU_STREAM_NON_BLOCKING))))
+      return false;
     CUstream first = nullptr;
-    if (!fill_stream_.compare_exchange_strong(first, stream, std::memory_order_acq_rel)) stream = first;
+    if (!fill_stream_.compare_exchange_strong(first, stream, std::memory_order_acq_rel)) {
+      driver().call(driver().cuStreamDestroy_v2, stream);  // another thread was first
+      stream = first;
+    }
   }
-  note(driver().call(driver().cuMemsetD8Async, address, value, static_cast<std::size_t>(request.bytes), stream));
-  note(driver().call(driver().cuStreamSynchronize, stream));
+  return note(set(stream)) && note(driver().call(driver().cuStreamSynchronize, stream));
 }
 
 // ---- free --------------------------------------------------------------------------------------------------------
 
 CUresult Context::free(Block* block, std::uint64_t address) noexcept try {
+  const bool served = !shared_.peers.load(std::memory_order_relaxed) || context_fences();
   std::uint64_t stamp = 0;
   std::uint64_t generation = 0;
   {
@@ -394,8 +409,10 @@ CUresult Context::free(Block* block, std::uint64_t address) noexcept try {
     generation = events_.generation();
   }
   const CUresult result = wait_for_context();
-  const bool everyone = result == CUDA_SUCCESS && (!shared_.peers.load(std::memory_order_relaxed) || peers_idle());
-  std::lock_guard lock(mutex_);
+  const bool everyone =
+      result == CUDA_SUCCESS && (!served || !shared_.peers.load(std::memory_order_relaxed) || peers_idle());
+  std::vector<CUdeviceptr> back;
+  std::unique_lock lock(mutex_);
   if (generation != events_.generation()) return result;  // reset meanwhile: the block is gone
   if (result != CUDA_SUCCESS) {
     block->state.store(BlockState::live, std::memory_order_relaxed);
@@ -403,11 +420,14 @@ CUresult Context::free(Block* block, std::uint64_t address) noexcept try {
   }
   account_free(*block);
   if (everyone) {
-    fences_.completed(stamp);
+    if (served) fences_.completed(stamp);
     pool_.give(block, *clean_, stamp);
+    if (!served) back = detach_unused(0);  // nothing is handed out any more: the memory goes where it goes natively
   } else {
     pool_.give(block, *pending_, fences_.next_stamp());
   }
+  lock.unlock();
+  give_back(std::move(back));
   return CUDA_SUCCESS;
 } catch (...) {
   return CUDA_ERROR_OUT_OF_MEMORY;
@@ -415,7 +435,6 @@ CUresult Context::free(Block* block, std::uint64_t address) noexcept try {
 
 CUresult Context::free_async(Block* block, std::uint64_t address, const StreamIdentity& stream,
                              Context& stream_context) noexcept try {
-  if (shared_.gate.capturing(driver(), stream.handle)) return CUDA_ERROR_INVALID_VALUE;  // as natively (contract §4)
   const bool foreign = &stream_context != this;
   std::uint64_t generation = 0;
   {
@@ -423,10 +442,12 @@ CUresult Context::free_async(Block* block, std::uint64_t address, const StreamId
     if (!is_live(block, address)) return CUDA_ERROR_INVALID_VALUE;
     if (broken() != CUDA_SUCCESS) return broken();
     if (!foreign && !(pressure_ && evented_.size() < kMostEvented)) {
+      Heap* heap = heap_of(stream);
       account_free(*block);
-      pool_.give(block, *heap_of(stream), fences_.next_stamp());
+      pool_.give(block, *heap, fences_.next_stamp());
       return CUDA_SUCCESS;
     }
+    evented_.reserve(kMostEvented);
     block->state.store(BlockState::freeing, std::memory_order_relaxed);
     generation = events_.generation();
   }
@@ -437,35 +458,36 @@ CUresult Context::free_async(Block* block, std::uint64_t address, const StreamId
     RelaxedCaptureMode relaxed(driver());
     CurrentContext current(driver(), stream_context.handle_);
     event.event = event.pool->take(driver(), stream_context.handle_);
-    if (event.event != nullptr && shared_.gate.enter()) {
-      result = driver().call(driver().cuEventRecord, event.event, stream.handle);
-      shared_.gate.leave();
+    if (event.event != nullptr) {
+      result =
+          on_stream(stream.handle, [&](CUstream s) { return driver().call(driver().cuEventRecord, event.event, s); });
     }
   }
+  if (is_sticky(result)) stream_context.note(result);
   std::lock_guard lock(mutex_);
   if (generation != events_.generation()) return CUDA_SUCCESS;
-  if (result == CUDA_SUCCESS) {
-    Heap* heap = foreign ? pending_ : heap_of(stream);
-    evented_.push_back({block, event, foreign ? 0 : heap->serial, false});
+  if (result == CUDA_SUCCESS && evented_.size() < evented_.capacity()) {
+    const std::uint64_t serial = foreign ? 0 : heap_of(stream)->serial;
     account_free(*block);
-    pool_.give_evented(block, *heap, foreign ? 0 : fences_.next_stamp());
+    pool_.give_evented(block, *pending_, foreign ? 0 : fences_.next_stamp());
+    evented_.push_back({block, event, serial, false});
     return CUDA_SUCCESS;
   }
   if (event.event != nullptr) event.release();
-  if (!foreign) {
-    account_free(*block);
-    pool_.give(block, *heap_of(stream), fences_.next_stamp());
-    return CUDA_SUCCESS;
-  }
-  block->state.store(BlockState::live, std::memory_order_relaxed);
-  return note(result) ? CUDA_ERROR_INVALID_VALUE : result;
+  // No event can say it. The stream's own order still can; another context's work is covered by fences over all of
+  // them.
+  Heap* heap = foreign ? pending_ : heap_of(stream);
+  if (foreign) shared_.peers.store(true, std::memory_order_relaxed);
+  account_free(*block);
+  pool_.give(block, *heap, fences_.next_stamp());
+  return CUDA_SUCCESS;
 } catch (...) {
   return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
 // ---- fences ------------------------------------------------------------------------------------------------------
 
-CUresult Context::wait_for_context() noexcept {
+CUresult Context::wait_for_context() {
   RelaxedCaptureMode relaxed(driver());
   if (!context_fences()) return native_wait();
   FenceEvent fence{&events_, events_.generation(), events_.take(driver(), handle_)};
@@ -494,19 +516,52 @@ CUresult Context::wait_for_context() noexcept {
   return result;
 }
 
-CUresult Context::native_wait() noexcept {
+CUresult Context::native_wait() {
   RelaxedCaptureMode relaxed(driver());
   CurrentContext current(driver(), handle_);
+  spare_users_.fetch_add(1, std::memory_order_relaxed);
   CUdeviceptr spare = 0;
-  CUresult result = driver().call(driver().cuMemAlloc_v2, &spare, std::size_t{1});
-  if (result == CUDA_SUCCESS) {
+  CUresult result = CUDA_SUCCESS;
+  while ((spare = spare_.exchange(0, std::memory_order_relaxed)) == 0) {
+    result = driver().call(driver().cuMemAlloc_v2, &spare, std::size_t{1});
+    if (result != CUDA_ERROR_OUT_OF_MEMORY) break;
+    // The device is full. Another waiter will bring the spare back; else an unused segment is as good to free.
+    if (spare_users_.load(std::memory_order_relaxed) > 1) {
+      std::this_thread::yield();
+      continue;
+    }
+    std::vector<CUdeviceptr> back;
+    {
+      std::lock_guard lock(mutex_);
+      back = detach_unused(0);
+    }
+    if (back.empty()) break;
+    give_back(std::move(back));
+    take_spare();
+    result = CUDA_SUCCESS;
+    break;
+  }
+  if (spare != 0 && (result == CUDA_SUCCESS || result == CUDA_ERROR_OUT_OF_MEMORY)) {  // out of memory, then brought back
     const std::uint64_t start = ticks();
     result = driver().call(driver().cuMemFree_v2, spare);
     count(shared_.counters.free_waits);
     count(shared_.counters.wait_ticks, ticks() - start);
+    take_spare();
   }
+  spare_users_.fetch_sub(1, std::memory_order_relaxed);
   note(result);
   return result;
+}
+
+void Context::take_spare() noexcept {
+  if (spare_.load(std::memory_order_relaxed) != 0) return;
+  RelaxedCaptureMode relaxed(driver());
+  CurrentContext current(driver(), handle_);
+  CUdeviceptr fresh = 0;
+  if (driver().call(driver().cuMemAlloc_v2, &fresh, std::size_t{1}) != CUDA_SUCCESS) return;
+  CUdeviceptr none = 0;
+  if (!spare_.compare_exchange_strong(none, fresh, std::memory_order_relaxed))
+    driver().call(driver().cuMemFree_v2, fresh);
 }
 
 bool Context::record_fence(Fence& fence) {
@@ -530,7 +585,7 @@ bool Context::record_fence(Fence& fence) {
   record(*this);
   if (complete && shared_.peers.load(std::memory_order_relaxed)) {
     shared_.for_each_context([&](Context& other) {
-      if (&other != this && other.closing_.load(std::memory_order_relaxed) == 0) record(other);
+      if (&other != this && other.alive() && other.closing_.load(std::memory_order_relaxed) == 0) record(other);
     });
   }
   if (!complete) {
@@ -623,79 +678,91 @@ void Context::poll_evented() {
 }
 
 bool Context::streams_idle() {
-  // A green context's work is on streams that are not ours to know.
-  if (shared_.green_contexts.load(std::memory_order_relaxed) || shared_.gate.may_be_open() ||
-      shared_.peers.load(std::memory_order_relaxed)) {
+  // A green context's work is on streams that are not ours to know; a peer's is another context's.
+  if (shared_.green_contexts.load(std::memory_order_relaxed) || shared_.peers.load(std::memory_order_relaxed))
     return false;
+  std::vector<CUevent> farewells;
+  std::uint64_t generation = 0;
+  {
+    std::lock_guard lock(mutex_);
+    generation = events_.generation();
+    farewells = farewells_;
   }
   CurrentContext current(driver(), handle_);
-  const auto idle = [&](CUstream stream) {
-    const CUresult result = driver().call(driver().cuStreamQuery, stream);
+  const auto succeeded = [&](CUresult result) {
     if (is_sticky(result)) note(result);
     return result == CUDA_SUCCESS;
   };
-  return idle(stream_handle(kLegacyStream)) && shared_.streams.all_of(handle_, idle);
+  const auto gone = [&](CUevent event) { return succeeded(driver().call(driver().cuEventQuery, event)); };
+  const bool none_left = std::all_of(farewells.begin(), farewells.end(), gone);
+  if (none_left && !farewells.empty()) {
+    std::lock_guard lock(mutex_);
+    if (generation != events_.generation()) return false;
+    std::erase_if(farewells_, [&](CUevent event) {
+      if (std::find(farewells.begin(), farewells.end(), event) == farewells.end()) return false;
+      events_.put(event, generation);
+      return true;
+    });
+  }
+  const auto idle = [&](CUstream stream) { return succeeded(driver().call(driver().cuStreamQuery, stream)); };
+  if (!none_left || !shared_.gate.enter()) return false;  // the legacy stream is not touched while a capture is open
+  const bool all = idle(stream_handle(kLegacyStream)) && shared_.streams.all_of(handle_, idle);
+  shared_.gate.leave();
+  return all;
 }
 
 void Context::poll_streams() {
   // Without context fences a stream is asked itself: idle now means that every free on it so far is complete. A query
   // makes no dependency, on the legacy stream neither. With peers, or while a capture is open, nothing is asked.
   if (shared_.peers.load(std::memory_order_relaxed) || shared_.gate.may_be_open()) return;
-  {
-    std::unique_lock lock(mutex_);
-    const std::uint64_t stamp = fences_.stamp();
-    const std::uint64_t generation = events_.generation();
-    lock.unlock();
-    const bool idle = shared_.streams.complete() && streams_idle();
-    lock.lock();
-    if (generation != events_.generation()) return;
-    if (idle) {
-      fences_.completed(stamp);
-      return;
-    }
-  }
-  struct Asked {
-    std::uint64_t serial;
-    CUstream stream;
-    CUevent farewell;
-    std::uint64_t stamp;
-    bool idle;
-  };
-  std::vector<Asked> asked;
   std::uint64_t generation = 0;
+  std::uint64_t stamp = 0;
   {
     std::lock_guard lock(mutex_);
     generation = events_.generation();
+    stamp = fences_.stamp();
+  }
+  if (shared_.streams.complete() && streams_idle()) {
+    std::lock_guard lock(mutex_);
+    if (generation == events_.generation()) fences_.completed(stamp);
+    return;
+  }
+  struct Asked {
+    std::uint64_t serial;
+    std::uint32_t index;
+    CUstream stream;
+    bool idle;
+  };
+  std::vector<Asked> asked;
+  {
+    std::lock_guard lock(mutex_);
+    if (generation != events_.generation()) return;
+    stamp = fences_.stamp();
     for (Heap* heap : pool_.heaps()) {
       if (heap == nullptr || heap->order != Order::stream || heap->bins.empty()) continue;
-      if (heap->retired ? heap->farewell == nullptr : heap->owner_thread != 0 && heap->owner_thread != thread_id())
-        continue;
-      asked.push_back({heap->serial, heap->stream, heap->farewell, fences_.stamp(), false});
+      if (heap->owner_thread != 0 && heap->owner_thread != thread_id()) continue;
+      asked.push_back({heap->serial, heap->index, heap->stream, false});
       ++heap->queries;
     }
   }
-  for (Asked& a : asked) {
+  if (shared_.gate.enter()) {
     CurrentContext current(driver(), handle_);
-    const CUresult result = a.farewell != nullptr ? driver().call(driver().cuEventQuery, a.farewell)
-                                                  : driver().call(driver().cuStreamQuery, a.stream);
-    a.idle = result == CUDA_SUCCESS;
-    if (is_sticky(result)) note(result);
+    for (Asked& a : asked) {
+      const CUresult result = driver().call(driver().cuStreamQuery, a.stream);
+      a.idle = result == CUDA_SUCCESS;
+      if (is_sticky(result)) note(result);
+    }
+    shared_.gate.leave();
   }
   std::lock_guard lock(mutex_);
   if (generation != events_.generation()) return;
   for (const Asked& a : asked) {
-    for (Heap* heap : pool_.heaps()) {
-      if (heap == nullptr || heap->serial != a.serial) continue;
-      --heap->queries;
-      if (!a.idle) continue;
-      heap->bins.for_each([&](Block* block) {
-        if (block->idle.stamp <= a.stamp) pool_.move(block, *clean_);
-      });
-      if (heap->farewell != nullptr) {
-        events_.put(heap->farewell, generation);
-        heap->farewell = nullptr;
-      }
-    }
+    Heap* heap = pool_.heap(a.index);
+    --heap->queries;
+    if (!a.idle) continue;
+    heap->bins.for_each([&](Block* block) {
+      if (block->idle.stamp <= stamp) pool_.move(block, *clean_);
+    });
   }
 }
 
@@ -705,18 +772,15 @@ Context::Position Context::position(std::uint64_t stream_id) {
   std::lock_guard lock(mutex_);
   const Heap* heap = find_heap(stream_id);
   if (heap == nullptr) return {};
-  return {heap->serial, fences_.stamp(), events_.generation(), heap->before};
+  return {heap->serial, fences_.stamp(), events_.generation(), heap->index, heap->before};
 }
 
 void Context::order_after(const StreamIdentity& stream, const Position& position) {
   std::lock_guard lock(mutex_);
   if (position.generation != events_.generation()) return;
   Heap* heap = heap_of(stream);
-  constexpr std::size_t kMany = 32;
-  if (heap->before.size() > kMany) {
-    std::erase_if(heap->before, [&](const Heap::Before& b) { return b.stamp <= fences_.clean_through(); });
-  }
-  heap->order_after({position.serial, position.stamp});
+  std::erase_if(heap->before, [&](const Heap::Before& b) { return b.stamp <= fences_.clean_through(); });
+  heap->order_after({position.serial, position.stamp, position.index});
   for (const Heap::Before& earlier : position.before) heap->order_after(earlier);
 }
 
@@ -734,35 +798,34 @@ void Context::synchronized(std::uint64_t stamp, std::uint64_t generation) {
 }
 
 void Context::stream_going(const StreamIdentity& stream) {
-  std::uint64_t generation = 0;
-  std::uint64_t serial = 0;
-  bool farewell_wanted = false;
+  // What was freed on it is from now on ordered by the whole context's fences, which cover a destroyed stream's work
+  // too.
   for (;;) {
     std::unique_lock lock(mutex_);
     Heap* heap = find_heap(stream.id);
-    if (heap == nullptr) return;
+    if (heap == nullptr) break;
     if (heap->queries == 0) {
-      heap->retired = true;
+      heap->bins.for_each([&](Block* block) { pool_.move(block, *pending_); });
       stream_heaps_.erase(stream.id);
       shared_.stream_heaps.fetch_sub(1, std::memory_order_relaxed);
-      serial = heap->serial;
-      generation = events_.generation();
-      farewell_wanted = !context_fences() && !heap->bins.empty();
+      pool_.drop(heap);
       break;
     }
     lock.unlock();
     std::this_thread::yield();  // somebody asks the stream just now: it must not vanish under the question
   }
-  if (!farewell_wanted || shared_.gate.capturing(driver(), stream.handle)) return;
+  // Older drivers have no such fence: an event says when the stream's work is over.
+  if (driver().cuCtxRecordEvent != nullptr || shared_.gate.capturing(driver(), stream.handle)) return;
+  const std::uint64_t generation = events_.generation();
   RelaxedCaptureMode relaxed(driver());
   CUevent event = events_.take(driver(), handle_);
   CurrentContext current(driver(), handle_);
-  if (event == nullptr || !note(driver().call(driver().cuEventRecord, event, stream.handle))) return;
-  std::lock_guard lock(mutex_);
-  if (generation != events_.generation()) return;
-  for (Heap* heap : pool_.heaps()) {
-    if (heap != nullptr && heap->serial == serial) heap->farewell = event;
+  if (event == nullptr || !note(driver().call(driver().cuEventRecord, event, stream.handle))) {
+    shared_.streams.lose();  // nothing will say it
+    return;
   }
+  std::lock_guard lock(mutex_);
+  if (generation == events_.generation()) farewells_.push_back(event);
 }
 
 void Context::discard() {
@@ -776,6 +839,8 @@ void Context::discard() {
   });
   usage().held.subtract(pool_.held());
   evented_.clear();
+  farewells_.clear();
+  spare_.store(0, std::memory_order_relaxed);
   shared_.stream_heaps.fetch_sub(static_cast<int>(stream_heaps_.size()), std::memory_order_relaxed);
   stream_heaps_.clear();
   pool_.abandon();
@@ -817,29 +882,40 @@ std::uint64_t Context::release_unused(std::uint64_t keep) {
     if (!streams_idle()) return 0;
   }
   std::vector<CUdeviceptr> back;
-  std::uint64_t bytes = 0;
   {
     std::lock_guard lock(mutex_);
     if (generation != events_.generation()) return 0;
     if (context_fences()) fences_.completed(fence.stamp);
-    clean_up();
-    for (Segment* segment = pool_.segments(); segment != nullptr && pool_.unused() > keep;) {
-      Segment* next = segment->next;
-      const Block* block = Pool::wholly_free(*segment);
-      if (block != nullptr && block->heap == clean_->index) {
-        back.push_back(segment->address());
-        bytes += segment->size();
-        pool_.remove(segment);
-      }
-      segment = next;
-    }
-    usage().held.subtract(bytes);
-    if (bytes != 0) pressure_ = false;
+    back = detach_unused(keep);
   }
-  for (CUdeviceptr address : back) note(driver().call(driver().cuMemFree_v2, address));
-  count(shared_.counters.releases, back.size());
-  if (bytes != 0) log::debug("device {}: {} bytes in {} segments went back to the driver", device_, bytes, back.size());
-  return bytes;
+  return give_back(std::move(back));
+}
+
+std::vector<CUdeviceptr> Context::detach_unused(std::uint64_t keep) {
+  clean_up();
+  std::vector<CUdeviceptr> back;
+  std::uint64_t bytes = 0;
+  for (Segment* segment = pool_.segments(); segment != nullptr && pool_.unused() > keep;) {
+    Segment* next = segment->next;
+    const Block* block = Pool::wholly_free(*segment);
+    if (block != nullptr && block->heap == clean_->index) {
+      back.push_back(segment->address());
+      bytes += segment->size();
+      pool_.remove(segment);
+    }
+    segment = next;
+  }
+  usage().held.subtract(bytes);
+  if (bytes != 0) pressure_ = false;
+  return back;
+}
+
+std::uint64_t Context::give_back(std::vector<CUdeviceptr> segments) noexcept {
+  if (segments.empty()) return 0;
+  for (CUdeviceptr address : segments) note(driver().call(driver().cuMemFree_v2, address));
+  count(shared_.counters.releases, segments.size());
+  log::debug("device {}: {} segments went back to the driver", device_, segments.size());
+  return segments.size();
 }
 
 std::uint64_t Context::relieve(std::uint64_t patience_ns) {

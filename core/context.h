@@ -11,7 +11,8 @@
 //   3. a new segment, unless MAX_SIZE or the driver refuses
 //   4. another stream's freed block, the stream made to wait on the event recorded inside that free
 //   5. a bounded wait for freed blocks; then wholly unused segments go back and the driver is asked again
-//   6. the native call: what the program is told is what the driver said
+//   6. the native call; if it answers out of memory, every context gives back what it can, and the call once more: what
+//      the program is told is what the driver said
 #pragma once
 
 #include <atomic>
@@ -21,6 +22,7 @@
 #include <vector>
 
 #include "core/fence.h"
+#include "core/patience.h"
 #include "core/pool.h"
 #include "core/shared.h"
 
@@ -47,8 +49,8 @@ class Context {
   CUdevice device() const noexcept { return device_; }
   bool primary() const noexcept { return primary_; }
 
-  // False: not served, and `exhausted` says whether that was after everything in the list above.
-  bool allocate(const Request& request, CUdeviceptr* out, bool& exhausted) noexcept;
+  // False: not served; the call is the driver's.
+  bool allocate(const Request& request, CUdeviceptr* out) noexcept;
 
   // Frees of a block of this context. `block` came from the address map without a lock: it is checked again. Answers
   // what the native call would: CUDA_ERROR_INVALID_VALUE for a pointer that is no live block's start.
@@ -61,6 +63,7 @@ class Context {
     std::uint64_t serial = 0;  // 0: no stream-ordered block was ever freed there
     std::uint64_t stamp = 0;
     std::uint64_t generation = 0;
+    std::uint32_t index = 0;
     std::vector<Heap::Before> before;
   };
   Position position(std::uint64_t stream_id);
@@ -78,7 +81,7 @@ class Context {
   void discard();
 
   // Memory is short elsewhere: gives back what is clean and unused. `patience_ns` bounds the wait for freed blocks.
-  // Returns the bytes given back.
+  // Returns the number of segments given back.
   std::uint64_t relieve(std::uint64_t patience_ns);
   std::uint64_t unused() noexcept;
 
@@ -92,15 +95,11 @@ class Context {
 
   void broke(CUresult sticky) noexcept { note(sticky); }
 
-  // For the report and tests, under the lock; false if the lock cannot be had (a signal handler must not wait).
+  // For the report and tests, under the lock; false if the lock cannot be had in time.
   template <class Visit>
-  bool inspect(bool may_wait, Visit visit) noexcept {
+  bool inspect(Patience patience, Visit visit) noexcept {
     std::unique_lock lock(mutex_, std::defer_lock);
-    if (may_wait) {
-      lock.lock();
-    } else if (!lock.try_lock()) {
-      return false;
-    }
+    if (!lock_within(lock, patience)) return false;
     visit(static_cast<const Pool&>(pool_));
     return true;
   }
@@ -113,7 +112,7 @@ class Context {
   struct Evented {  // a free block beside the bins, with the event recorded inside its free
     Block* block;
     FenceEvent event;
-    std::uint64_t serial;  // of the heap it was freed in
+    std::uint64_t serial;  // of the stream heap it was freed in; 0: another context's stream, only the event counts
     bool being_queried;
   };
 
@@ -127,7 +126,8 @@ class Context {
   Heap* find_heap(std::uint64_t stream_id) noexcept;
   Block* try_take(const Need& need, const Request& request);
   void hand_out(Block& block, const Request& request) noexcept;
-  void clean_up() noexcept;  // moves what is known clean to the clean heap, recycles empty retired heaps
+  void clean_up() noexcept;  // moves what is known clean to the clean heap, recycles heaps that say nothing any more
+  std::vector<CUdeviceptr> detach_unused(std::uint64_t keep);  // takes clean, wholly free segments out of the pool
   std::uint64_t newest_free() const noexcept;
   bool is_live(const Block* block, std::uint64_t address) const noexcept {
     return block->state.load(std::memory_order_relaxed) == BlockState::live &&
@@ -136,23 +136,25 @@ class Context {
   void account_free(const Block& block) noexcept;
 
   // These want it released. Those without noexcept keep lists in host memory; their callers' callers catch.
-  Block* search(const Need& need, const Request& request, bool& exhausted);
-  Block* grow(const Need& need, const Request& request, bool exact, bool& over_max);
+  Block* search(const Need& need, const Request& request);
+  Block* grow(const Need& need, const Request& request, bool exact, CUresult& why);
   Block* steal(const Need& need, const Request& request);
   Block* wait_for_blocks(const Need& need, const Request& request);
-  void fill(const Block& block, const Request& request) noexcept;
+  template <class Call>
+  CUresult on_stream(CUstream stream, Call call) noexcept;
+  bool fill(const Block& block, const Request& request) noexcept;
   bool record_fence(Fence& fence);  // fills fence.events; false, and none taken, if there can be no fence now
   bool is_complete(const std::vector<FenceEvent>& events) noexcept;
   bool peers_idle();
   void poll();  // asks the fences, takes a new one if frees lack one, cleans up
   void poll_evented();
   void poll_streams();
-  bool streams_idle();  // without context fences: whether every known stream is idle; makes no dependency
-  CUresult wait_for_context() noexcept;  // as long as the native cudaFree would
-  CUresult native_wait() noexcept;       // by freeing a small spare allocation
-  std::uint64_t release_unused(std::uint64_t keep);
-  std::uint64_t held() noexcept;
-  std::uint64_t largest_hole() noexcept;
+  bool streams_idle();          // without context fences: whether every known stream is idle; makes no dependency
+  CUresult wait_for_context();  // as long as the native cudaFree would
+  CUresult native_wait();       // by freeing a small spare allocation
+  void take_spare() noexcept;
+  std::uint64_t release_unused(std::uint64_t keep);  // the number of segments given back
+  std::uint64_t give_back(std::vector<CUdeviceptr> segments) noexcept;
   bool context_fences() const noexcept;
 
   Shared& shared_;
@@ -172,12 +174,18 @@ class Context {
   std::uint64_t promised_ = 0;  // bytes being asked of the driver just now
   int growing_ = 0;             // threads asking
   bool initial_done_ = false;
-  bool pressure_ = false;  // growth was refused: cudaFreeAsync records its event inside itself (contract §3)
+  std::size_t tidy_at_ = 64;        // so many stream heaps: time to see which are of use
+  std::vector<CUevent> farewells_;  // old drivers: recorded on streams when they were destroyed
+  bool pressure_ = false;           // growth was refused: cudaFreeAsync records its event inside itself (contract §3)
 
   std::atomic<bool> alive_{true};
   std::atomic<int> closing_{0};
   std::atomic<int> broken_{0};
   std::atomic<CUstream> fill_stream_{nullptr};
+  // A byte of device memory that native_wait() frees, held beforehand: a full device must still be able to free.
+  // Exchange hands it to one waiter at a time; acquire and release are not needed, it is only a number.
+  std::atomic<CUdeviceptr> spare_{0};
+  std::atomic<int> spare_users_{0};
 };
 
 }  // namespace cushion

@@ -4,7 +4,7 @@ namespace cushion {
 
 constinit thread_local int t_inside = 0;
 
-bool Driver::bind(void* (*find)(const char* name)) noexcept {
+bool DriverTable::bind(void* (*find)(const char* name)) noexcept {
   cuDriverGetVersion = reinterpret_cast<decltype(cuDriverGetVersion)>(find("cuDriverGetVersion"));
   if (cuDriverGetVersion == nullptr || cuDriverGetVersion(&version) != CUDA_SUCCESS) return false;
 #define CUSHION_DRIVER(elf, base, since) \

@@ -27,18 +27,21 @@ class InsideDriver {
   InsideDriver& operator=(const InsideDriver&) = delete;
 };
 
-struct Driver {
+// The functions alone: what is filled at once and then only read.
+struct DriverTable {
 #define CUSHION_DRIVER(elf, base, since) PFN_##base##_v##since elf = nullptr;
 #include "core/driver.def"
 #undef CUSHION_DRIVER
   int version = 0;  // cuDriverGetVersion's answer, e.g. 13000
 
+  // Fills the table from `find` (a name to an address, or null) and the version; false without a usable driver.
+  bool bind(void* (*find)(const char* name)) noexcept;
+};
+
+struct Driver : DriverTable {
   // Cushion's own calls and the ticks spent in them. Relaxed: they are only summed for the report.
   mutable std::atomic<std::uint64_t> calls{0};
   mutable std::atomic<std::uint64_t> time{0};
-
-  // Fills the table from `find` (a name to an address, or null) and the version; false without a usable driver.
-  bool bind(void* (*find)(const char* name)) noexcept;
 
   template <class Fn, class... Args>
   CUresult call(Fn fn, Args... args) const noexcept {
@@ -66,6 +69,7 @@ inline bool is_sticky(CUresult r) noexcept {
     case CUDA_ERROR_LAUNCH_FAILED:
     case CUDA_ERROR_EXTERNAL_DEVICE:
     case CUDA_ERROR_ECC_UNCORRECTABLE:
+    case CUDA_ERROR_NVLINK_UNCORRECTABLE:
       return true;
     default:
       return false;

@@ -76,8 +76,8 @@ class FenceSet {
  public:
   static constexpr std::size_t kMost = 32;  // more would only be queried in vain
 
-  std::uint64_t stamp() const noexcept { return stamp_.load(std::memory_order_relaxed); }
-  std::uint64_t next_stamp() noexcept { return stamp_.fetch_add(1, std::memory_order_relaxed) + 1; }
+  std::uint64_t stamp() const noexcept { return stamp_.load(std::memory_order_acquire); }
+  std::uint64_t next_stamp() noexcept { return stamp_.fetch_add(1, std::memory_order_release) + 1; }
   std::uint64_t clean_through() const noexcept { return clean_through_; }
   void completed(std::uint64_t stamp) noexcept {
     if (stamp > clean_through_) clean_through_ = stamp;
@@ -122,8 +122,8 @@ class FenceSet {
   }
 
  private:
-  // Read without the lock by the event-record hook: a free that the reader's program ordered before its record has
-  // stamped already (contract §3: "event record and stream wait are hooked to know").
+  // Read without the lock before the program's own cuCtxSynchronize: acquire, so that a free that the caller knows of
+  // has its stamp in what is read.
   std::atomic<std::uint64_t> stamp_{0};
   std::uint64_t clean_through_ = 0;
   std::uint64_t last_id_ = 0;

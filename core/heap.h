@@ -5,7 +5,8 @@
 //
 //   clean     its freeing is known complete on the device: anybody may have it
 //   pending   freed with the whole context's order (cudaFree of a stream-ordered block; cudaFree under
-//             CUSHION_FREE=deferred): clean once a fence over the context, taken at or after the free, is complete
+//             CUSHION_FREE=deferred): clean once a fence over the context, taken at or after the free, is complete. The
+//             blocks of a destroyed stream come here too
 //   stream    freed by cudaFreeAsync(s): s itself may have it at once; another stream t may once the work of s up to
 //             the free is complete, or is ordered before t by an event that the program recorded after the free and
 //             made t wait for; cudaMalloc only once it is complete
@@ -21,6 +22,7 @@
 
 #include <cuda.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -37,17 +39,18 @@ struct Heap {
   std::uint64_t stream_id = 0;  // identity of the stream, never its handle: handles are reused after destroy
   CUstream stream = nullptr;    // the handle, for old drivers' stream queries
   long owner_thread = 0;        // the only thread that may use handle 2 (its per-thread stream); 0: any
-  bool retired = false;         // its stream was destroyed: recycled once empty
   int queries = 0;              // threads querying `stream` just now; destroying it waits for them
-  CUevent farewell = nullptr;   // old drivers: recorded when the stream was destroyed; covers all of the heap
   std::uint64_t newest = 0;     // no block in it carries a later stamp
   Bins bins;
 
-  // What the program has ordered before this stream's next work: of the heap `serial`, frees up to `stamp`.
+  // What the program has ordered before this stream's next work: of the heap `serial`, frees up to `stamp`. At most
+  // kMostBefore of them: an order that is forgotten only costs a chance to reuse.
   struct Before {
     std::uint64_t serial;
     std::uint64_t stamp;
+    std::uint32_t index;  // the heap's
   };
+  static constexpr std::size_t kMostBefore = 32;
   std::vector<Before> before;
 
   void order_after(Before earlier) {
@@ -58,7 +61,13 @@ struct Heap {
         return;
       }
     }
-    before.push_back(earlier);
+    if (before.size() < kMostBefore) {
+      before.push_back(earlier);
+      return;
+    }
+    const auto oldest = std::min_element(before.begin(), before.end(),
+                                         [](const Before& a, const Before& b) { return a.stamp < b.stamp; });
+    if (oldest->stamp < earlier.stamp) *oldest = earlier;
   }
 };
 

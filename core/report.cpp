@@ -16,8 +16,6 @@
 namespace cushion {
 namespace {
 
-constexpr char kPartial[] = ".partial";
-
 // Buffered output that never allocates. The first error sticks.
 class Out {
  public:
@@ -94,7 +92,7 @@ class Out {
   int fd_;
   int error_ = 0;
   std::size_t used_ = 0;
-  char buffer_[8192];
+  char buffer_[2048];
 };
 
 // Live blocks of one device, call, stream and size.
@@ -113,13 +111,13 @@ struct LiveGroup {
 // The live blocks of the process, grouped, in scratch memory of their own.
 class LiveList {
  public:
-  LiveList(Runtime& runtime, bool may_wait) noexcept {
+  LiveList(Runtime& runtime, Patience patience) noexcept {
     std::size_t count = 0;
-    bool all = visit(runtime, may_wait, [&](const LiveGroup&) { ++count; });
+    bool all = visit(runtime, patience, [&](const LiveGroup&) { ++count; });
     capacity_ = count + count / 8 + 64;  // other threads may still allocate
     groups_ = static_cast<LiveGroup*>(map_pages(capacity_ * sizeof(LiveGroup)));
     if (groups_ == nullptr) return;
-    all = visit(runtime, may_wait,
+    all = visit(runtime, patience,
                 [&](const LiveGroup& one) {
                   if (size_ < capacity_) groups_[size_++] = one;
                 }) &&
@@ -140,16 +138,16 @@ class LiveList {
 
  private:
   template <class Each>
-  static bool visit(Runtime& runtime, bool may_wait, Each each) noexcept {
+  static bool visit(Runtime& runtime, Patience patience, Each each) noexcept {
     bool all = true;
     runtime.shared().for_each_context([&](Context& context) {
-      all = context.inspect(may_wait, [&](const Pool& pool) {
+      all = context.inspect(patience, [&](const Pool& pool) {
         pool.for_each_live([&](const Block& b) {
           each(LiveGroup{b.live.requested, 1, b.live.time, b.live.stream, context.device(), b.api, false});
         });
       }) && all;
     });
-    return runtime.for_each_foreign(may_wait, [&](CUdeviceptr, const ForeignBlock& b) {
+    return runtime.for_each_foreign(patience, [&](CUdeviceptr, const ForeignBlock& b) {
       each(LiveGroup{b.size, 1, b.time, 0, b.device, b.api, true});
     }) && all;
   }
@@ -212,14 +210,14 @@ bool used(const Usage& usage) noexcept {
 
 class Writer {
  public:
-  Writer(Runtime& runtime, const char* how, bool in_signal_handler, Out& out) noexcept
+  Writer(Runtime& runtime, const char* how, Patience patience, Out& out) noexcept
       : shared_(runtime.shared()),
         counters_(shared_.counters),
         program_(runtime.program()),
         how_(how),
         now_(ClockPair::now()),
         tick_(program_.loaded.clock, now_),
-        live_(runtime, !in_signal_handler),
+        live_(runtime, patience),
         out_(out) {}
 
   void json() noexcept {
@@ -380,17 +378,6 @@ bool is_special_file(const char* path) noexcept {
   return stat(path, &s) == 0 && !S_ISREG(s.st_mode);
 }
 
-// Paths without allocation: path + suffix in a buffer; empty if it does not fit.
-struct PathBuffer {
-  char text[4352] = "";
-  PathBuffer(const char* path, const char* suffix) noexcept {
-    if (std::strlen(path) + std::strlen(suffix) < sizeof text) {
-      std::strcpy(text, path);
-      std::strcat(text, suffix);
-    }
-  }
-};
-
 void complain_of(const char* what, const char* path, int error) noexcept {
   char line[800];
   const auto end =
@@ -420,9 +407,9 @@ bool written_since(const std::string& path, timespec loaded) {
 // Opens and locks path.partial: its descriptor; -1 if another live process has it, or has written the report while
 // this one was running; -2 (and errno) if it cannot be written.
 int claim(const std::string& path, timespec loaded) {
-  const PathBuffer partial(path.c_str(), kPartial);
+  const std::string partial = partial_of(path);
   for (;;) {
-    const int fd = ::open(partial.text, O_WRONLY | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0666);
+    const int fd = ::open(partial.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0666);
     if (fd < 0) return -2;
     if (flock(fd, LOCK_EX | LOCK_NB) != 0) {
       ::close(fd);
@@ -431,16 +418,18 @@ int claim(const std::string& path, timespec loaded) {
     // Its last owner may have renamed it between our open and our lock: then the name is another file's, or nobody's.
     struct stat locked {};
     struct stat named {};
-    const bool ours = fstat(fd, &locked) == 0 && stat(partial.text, &named) == 0 && locked.st_ino == named.st_ino &&
+    const bool ours = fstat(fd, &locked) == 0 && stat(partial.c_str(), &named) == 0 && locked.st_ino == named.st_ino &&
                       locked.st_dev == named.st_dev;
     if (ours && !written_since(path, loaded)) return fd;
-    if (ours) ::unlink(partial.text);
+    if (ours) ::unlink(partial.c_str());
     ::close(fd);
     if (ours) return -1;
   }
 }
 
 }  // namespace
+
+std::string partial_of(const std::string& path) { return path + ".partial"; }
 
 std::string claim_report_path(std::string path, long pid, timespec loaded) {
   if (is_special_file(path.c_str())) {
@@ -450,13 +439,13 @@ std::string claim_report_path(std::string path, long pid, timespec loaded) {
     return {};
   }
   errno = 0;
-  int fd = path.size() + 64 < sizeof(PathBuffer) && make_parents(path) ? claim(path, loaded) : -2;
+  int fd = make_parents(path) ? claim(path, loaded) : -2;
   if (fd == -1) {
     path += fmt::format(".{}", pid);
     fd = claim(path, loaded);
   }
   if (fd < 0) {
-    complain_of("cannot write", path.c_str(), errno != 0 ? errno : ENAMETOOLONG);
+    complain_of("cannot write", path.c_str(), errno);
     return {};
   }
   // The descriptor only holds the lock, until the process ends: the program may close it and reuse its number, so
@@ -464,29 +453,29 @@ std::string claim_report_path(std::string path, long pid, timespec loaded) {
   return path;
 }
 
-void write_report(Runtime& runtime, const char* how, bool in_signal_handler) noexcept {
+void write_report(Runtime& runtime, const char* how, Patience patience) noexcept {
   const char* path = runtime.report_path().c_str();
   if (*path == '\0') {
     if (runtime.options().track == TrackLevel::off || !runtime.options().report.empty()) return;
     Out out(STDERR_FILENO);
-    Writer(runtime, how, in_signal_handler, out).text();
+    Writer(runtime, how, patience, out).text();
     out.finish();
     return;
   }
   const bool special = is_special_file(path);
-  const PathBuffer partial(path, kPartial);
-  const char* target = special ? path : partial.text;
+  const char* partial = runtime.program().partial_path.c_str();
+  const char* target = special ? path : partial;
   const int fd = ::open(target, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | (special ? 0 : O_NOFOLLOW), 0666);
   int error = fd < 0 ? errno : 0;
   if (fd >= 0) {
     Out out(fd);
-    Writer writer(runtime, how, in_signal_handler, out);
+    Writer writer(runtime, how, patience, out);
     std::string_view(path).ends_with(".txt") ? writer.text() : writer.json();
     error = out.finish();
     if (::close(fd) != 0 && error == 0) error = errno;
     if (!special) {
-      if (error == 0 && ::rename(partial.text, path) != 0) error = errno;
-      if (error != 0) ::unlink(partial.text);
+      if (error == 0 && ::rename(partial, path) != 0) error = errno;
+      if (error != 0) ::unlink(partial);
     }
   }
   if (error != 0) complain_of("cannot write", path, error);

@@ -82,6 +82,7 @@ bool Runtime::start(const char* const* environment, const char* program, const L
   if (!options().report.empty()) {
     about->report_path =
         claim_report_path(expand_path(options().report, about->pid, about->host, about->name), about->pid, loaded.wall);
+    about->partial_path = partial_of(about->report_path);
   }
   std::vector<CUcontext> accessors;
   {
@@ -148,6 +149,8 @@ bool Runtime::make_context(CUcontext handle, Context*& out) noexcept try {
   const int n = shared_.context_count.load(std::memory_order_relaxed);
   if (out != nullptr || n == Shared::kContexts) return false;  // the handle came again as another kind: leave it native
   out = new Context(shared_, handle, device, total, primary);
+  if (total > shared_.largest_device.load(std::memory_order_relaxed))
+    shared_.largest_device.store(total, std::memory_order_relaxed);
   shared_.contexts[static_cast<std::size_t>(n)].store(out, std::memory_order_relaxed);
   shared_.context_count.store(n + 1, std::memory_order_release);
   return true;
@@ -173,59 +176,56 @@ Context* Runtime::current_context() noexcept {
   return shared_.driver.cuCtxGetCurrent(&handle) == CUDA_SUCCESS ? context_of(handle) : nullptr;
 }
 
-bool Runtime::identify(CUstream stream, StreamIdentity& identity, Context*& context) noexcept {
+CUresult Runtime::identify(CUstream stream, StreamIdentity& identity, Context*& context) noexcept {
   const Driver& driver = shared_.driver;
   InsideDriver inside;
   const bool special = is_legacy(stream) || is_per_thread(stream);
   CUcontext current = nullptr;
-  if (special && driver.cuCtxGetCurrent(&current) != CUDA_SUCCESS) return false;
+  CUresult result = special ? driver.cuCtxGetCurrent(&current) : CUDA_SUCCESS;
+  if (result != CUDA_SUCCESS) return result;
+  if (special && current == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
   const std::uint64_t epoch = shared_.handle_epoch.load(std::memory_order_acquire);
   StreamCache& cache = t_streams[(reinterpret_cast<std::uintptr_t>(stream) >> 4) % kStreamCaches];
   if (cache.handle != stream || cache.current != current || cache.epoch != epoch || cache.context == nullptr) {
     StreamCache fresh{stream, current, nullptr, kLegacyId, epoch};
     CUcontext owner = current;
     if (!special) {
-      if (driver.cuStreamGetCtx == nullptr || driver.cuStreamGetCtx(stream, &owner) != CUDA_SUCCESS) return false;
+      if (driver.cuStreamGetCtx == nullptr) return CUDA_ERROR_NOT_SUPPORTED;
+      result = driver.cuStreamGetCtx(stream, &owner);
+      if (result != CUDA_SUCCESS) return result;
     }
     if (!is_legacy(stream)) {
       // Before driver 12.0 there are no ids. A handle serves: the destroy hook ends its heap before it is reused.
       unsigned long long id = is_per_thread(stream) ? static_cast<std::uint64_t>(thread_id()) | std::uint64_t{1} << 63
                                                     : reinterpret_cast<std::uintptr_t>(stream);
-      if (driver.cuStreamGetId != nullptr && driver.cuStreamGetId(stream, &id) != CUDA_SUCCESS) return false;
+      if (driver.cuStreamGetId != nullptr) result = driver.cuStreamGetId(stream, &id);
+      if (result != CUDA_SUCCESS) return result;
       fresh.id = id;
     }
     fresh.context = context_of(owner);
-    if (fresh.context == nullptr) return false;
     cache = fresh;
   }
   identity = {stream, cache.id, is_per_thread(stream) ? thread_id() : 0};
   context = cache.context;
-  return true;
+  return CUDA_SUCCESS;
 }
 
 // ---- allocation and free -----------------------------------------------------------------------------------------
 
-Runtime::Outcome Runtime::malloc(CUdeviceptr* out, std::size_t bytes, Api api) noexcept {
-  if (out == nullptr || bytes == 0 || options().allocator != AllocatorKind::pool) return Outcome::forward;
+bool Runtime::malloc(CUdeviceptr* out, std::size_t bytes, Api api) noexcept {
+  if (out == nullptr || bytes == 0 || options().allocator != AllocatorKind::pool) return false;
   Context* context = current_context();
-  if (context == nullptr) return Outcome::forward;
-  bool exhausted = false;
-  if (context->allocate({bytes, api, nullptr}, out, exhausted)) return Outcome::served;
-  return exhausted ? Outcome::exhausted : Outcome::forward;
+  return context != nullptr && context->allocate({bytes, api, nullptr}, out);
 }
 
-Runtime::Outcome Runtime::malloc_async(CUdeviceptr* out, std::size_t bytes, CUstream stream) noexcept {
-  if (out == nullptr || bytes == 0 || options().allocator != AllocatorKind::pool) return Outcome::forward;
-  if (shared_.gate.capturing(shared_.driver, stream)) return Outcome::forward;  // a graph node
+bool Runtime::malloc_async(CUdeviceptr* out, std::size_t bytes, CUstream stream) noexcept {
+  if (out == nullptr || bytes == 0 || options().allocator != AllocatorKind::pool) return false;
+  if (shared_.gate.capturing(shared_.driver, stream)) return false;  // a graph node
   StreamIdentity identity;
   Context* context = nullptr;
-  if (!identify(stream, identity, context) ||
-      native_async_[index_of(context->device())].load(std::memory_order_relaxed)) {
-    return Outcome::forward;
-  }
-  bool exhausted = false;
-  if (context->allocate({bytes, Api::malloc_async, &identity}, out, exhausted)) return Outcome::served;
-  return exhausted ? Outcome::exhausted : Outcome::forward;
+  return identify(stream, identity, context) == CUDA_SUCCESS && context != nullptr &&
+         !native_async_[index_of(context->device())].load(std::memory_order_relaxed) &&
+         context->allocate({bytes, Api::malloc_async, &identity}, out);
 }
 
 std::optional<CUresult> Runtime::free(CUdeviceptr address) noexcept {
@@ -243,7 +243,10 @@ std::optional<CUresult> Runtime::free_async(CUdeviceptr address, CUstream stream
   if (shared_.gate.capturing(shared_.driver, stream)) return CUDA_ERROR_INVALID_VALUE;  // as natively (contract §4)
   StreamIdentity identity;
   Context* stream_context = nullptr;
-  if (!identify(stream, identity, stream_context)) return CUDA_ERROR_INVALID_HANDLE;
+  const CUresult result = identify(stream, identity, stream_context);
+  if (result != CUDA_SUCCESS) return result;
+  // A stream whose context we do not serve: its work cannot be followed, but it can be waited for.
+  if (stream_context == nullptr) return segment->context()->free(block, address);
   return segment->context()->free_async(block, address, identity, *stream_context);
 }
 
@@ -287,10 +290,13 @@ void Runtime::restore_foreign(CUdeviceptr address, const ForeignBlock& block) no
 } catch (...) {
 }
 
-bool Runtime::relieve() noexcept try {
+bool Runtime::relieve(std::size_t bytes) noexcept try {
+  if (bytes > shared_.largest_device.load(std::memory_order_relaxed)) return false;
+  const std::uint64_t deadline = monotonic_ns() + options().oom_wait.ns;
   std::uint64_t released = 0;
   shared_.for_each_context([&](Context& context) {
-    if (context.alive()) released += context.relieve(options().oom_wait.ns);
+    const std::uint64_t now = monotonic_ns();
+    if (context.alive()) released += context.relieve(now < deadline && released == 0 ? deadline - now : 0);
   });
   return released != 0;
 } catch (...) {
@@ -319,7 +325,7 @@ Runtime::Mark Runtime::before_record(CUstream stream) noexcept try {
   }
   StreamIdentity identity;
   Context* context = nullptr;
-  if (!identify(stream, identity, context)) return std::nullopt;
+  if (identify(stream, identity, context) != CUDA_SUCCESS || context == nullptr) return std::nullopt;
   Context::Position position = context->position(identity.id);
   if (position.serial == 0) return std::nullopt;
   return Mark(std::in_place, context, std::move(position));
@@ -354,7 +360,8 @@ void Runtime::after_wait(CUstream stream, const Mark& mark) noexcept try {
   if (!mark || shared_.gate.capturing(shared_.driver, stream)) return;
   StreamIdentity identity;
   Context* context = nullptr;
-  if (identify(stream, identity, context) && context == mark->first) context->order_after(identity, mark->second);
+  if (identify(stream, identity, context) == CUDA_SUCCESS && context == mark->first)
+    context->order_after(identity, mark->second);
 } catch (...) {
 }
 
@@ -411,18 +418,21 @@ void Runtime::failed(CUresult result) noexcept {
   if (Context* context = find_context(handle)) context->broke(result);
 }
 
-void Runtime::ended(Context& context) noexcept try {
-  context.discard();
+void Runtime::ended(CUcontext handle) noexcept try {
+  shared_.gate.forget(handle);
+  shared_.streams.remove_all(handle);
+  if (Context* context = find_context(handle)) context->discard();
   for (Shard& shard : foreign_) {
+    if (shard.blocks == nullptr) continue;
     std::lock_guard lock(shard.mutex);
     std::erase_if(*shard.blocks, [&](const auto& entry) {
-      if (entry.second.context != context.handle()) return false;
+      if (entry.second.context != handle) return false;
       shared_.usage[index_of(entry.second.device)].forwarded.subtract(entry.second.size);
       return true;
     });
   }
   std::lock_guard lock(contexts_mutex_);
-  std::erase(created_, context.handle());
+  std::erase(created_, handle);
 } catch (...) {
 }
 
@@ -445,9 +455,9 @@ void Runtime::every_pool_changed() noexcept {
   for (auto& device : native_async_) device.store(true, std::memory_order_relaxed);
 }
 
-void Runtime::report(const char* how, bool in_signal_handler) noexcept {
+void Runtime::report(const char* how, Patience patience) noexcept {
   if (program_ == nullptr || program_->pid != getpid()) return;  // a forked child, or a vfork child about to exec
-  if (!reported_.exchange(true)) write_report(*this, how, in_signal_handler);
+  if (!reported_.exchange(true)) write_report(*this, how, patience);
 }
 
 }  // namespace cushion

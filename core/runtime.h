@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "core/context.h"
+#include "core/patience.h"
 #include "core/shared.h"
 
 namespace cushion {
@@ -41,9 +42,9 @@ class Runtime {
   const Options& options() const noexcept { return *shared_.options; }
 
   // ---- allocation and free. out is written only on success.
-  enum class Outcome { served, forward, exhausted };  // exhausted: forward, and everything was tried to make room
-  Outcome malloc(CUdeviceptr* out, std::size_t bytes, Api api) noexcept;
-  Outcome malloc_async(CUdeviceptr* out, std::size_t bytes, CUstream stream) noexcept;
+  // False: the call is the driver's.
+  bool malloc(CUdeviceptr* out, std::size_t bytes, Api api) noexcept;
+  bool malloc_async(CUdeviceptr* out, std::size_t bytes, CUstream stream) noexcept;
   // What the native free would answer for a pointer into one of our segments; nothing for any other pointer.
   std::optional<CUresult> free(CUdeviceptr address) noexcept;
   std::optional<CUresult> free_async(CUdeviceptr address, CUstream stream) noexcept;
@@ -56,8 +57,9 @@ class Runtime {
   // again, and comes back if the free fails.
   std::optional<ForeignBlock> forget_foreign(CUdeviceptr address) noexcept;
   void restore_foreign(CUdeviceptr address, const ForeignBlock& block) noexcept;
-  // A forwarded call answered out of memory: true if memory went back to the driver and it is worth asking again.
-  bool relieve() noexcept;
+  // A forwarded call for `bytes` (0: unknown) answered out of memory: gives back what is cached in any context, waiting
+  // at most OOM_WAIT for it. True if memory went back and it is worth asking again.
+  bool relieve(std::size_t bytes) noexcept;
   // Bytes that cuMemGetInfo of the current context should add to the driver's answer.
   std::uint64_t unused_in_current() noexcept;
 
@@ -84,7 +86,7 @@ class Runtime {
   void failed(CUresult result) noexcept;  // a call of the program's, in the current context: notes a sticky error
   Context* find_context(CUcontext handle) noexcept;  // null if Cushion holds nothing there
   Context* find_primary(CUdevice device) noexcept;
-  void ended(Context& context) noexcept;  // the real call has ended it
+  void ended(CUcontext handle) noexcept;  // the real call has ended it
   void peer_enabled(bool started) noexcept;
   void pool_changed(CUdevice device) noexcept {
     native_async_[index_of(device)].store(true, std::memory_order_relaxed);
@@ -93,19 +95,15 @@ class Runtime {
 
   // ---- the end
   // Writes the report if one is wanted and none was written. `how` is what a person reads ("exit", "signal 11").
-  // From a signal handler: allocates nothing, waits for no lock, and leaves out what a held lock protects.
-  void report(const char* how, bool in_signal_handler) noexcept;
+  // Allocates nothing, and leaves out what a lock protects that it cannot get: this thread may hold it.
+  void report(const char* how, Patience patience) noexcept;
 
   template <class Visit>
-  bool for_each_foreign(bool may_wait, Visit visit) noexcept {
+  bool for_each_foreign(Patience patience, Visit visit) noexcept {
     for (Shard& shard : foreign_) {
       if (shard.blocks == nullptr) continue;
       std::unique_lock lock(shard.mutex, std::defer_lock);
-      if (may_wait) {
-        lock.lock();
-      } else if (!lock.try_lock()) {
-        return false;
-      }
+      if (!lock_within(lock, patience)) return false;
       for (const auto& [address, block] : *shard.blocks) visit(address, block);
     }
     return true;
@@ -119,7 +117,8 @@ class Runtime {
     long pid = 0;
     LoadTime loaded;
     std::vector<std::pair<std::string, std::string>> options;
-    std::string report_path;  // where the report goes; empty: stderr, or nowhere
+    std::string report_path;   // where the report goes; empty: stderr, or nowhere
+    std::string partial_path;  // where it is written until it is whole
   };
   const Program& program() const noexcept { return *program_; }
   const std::string& report_path() const noexcept { return program_->report_path; }
@@ -130,7 +129,8 @@ class Runtime {
   Context* context_of(CUcontext handle) noexcept;  // makes it if it can be served; null if not
   Context* current_context() noexcept;
   bool make_context(CUcontext handle, Context*& out) noexcept;
-  bool identify(CUstream stream, StreamIdentity& identity, Context*& context) noexcept;
+  // The driver's error for a bad stream; success and a null context for a stream of a context that is not served.
+  CUresult identify(CUstream stream, StreamIdentity& identity, Context*& context) noexcept;
 
   Shared shared_;
   Program* program_ = nullptr;

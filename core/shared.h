@@ -36,6 +36,8 @@ struct Shared {
   std::atomic<bool> peers{false};           // another device's work may touch our memory
   std::atomic<bool> foreign_events{false};  // events are recorded where we cannot see (graph nodes, IPC)
 
+  std::atomic<std::uint64_t> largest_device{0};  // bytes: a larger request is hopeless
+
   // The program's streams, kept for drivers without context fences only.
   StreamSet streams;
 

@@ -22,6 +22,11 @@ class StreamSet {
     if (streams_ != nullptr) streams_->erase(stream);
   }
 
+  void remove_all(CUcontext context) noexcept {
+    std::lock_guard lock(mutex_);
+    if (streams_ != nullptr) std::erase_if(*streams_, [&](const auto& entry) { return entry.second == context; });
+  }
+
   // Some stream could not be noted, or is known to one thread only (a per-thread stream): from then on the set is
   // incomplete for good.
   void lose() noexcept { complete_.store(false, std::memory_order_relaxed); }

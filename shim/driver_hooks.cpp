@@ -16,21 +16,25 @@ CUstream per_thread(CUstream stream) noexcept { return stream == nullptr ? strea
 // Passes a call on, and once more if the driver was out of memory and the pool could give some back: Cushion's cache
 // must never make another allocation fail (contract §6).
 template <class Fn, class... Args>
-CUresult with_room(const Real<Fn>& real, Args... args) noexcept {
+CUresult with_room_for(std::size_t bytes, const Real<Fn>& real, Args... args) noexcept {
   const CUresult result = real(args...);
   if (result == CUDA_SUCCESS) [[likely]]
     return result;
   Runtime* rt = serving();
-  if (rt != nullptr) rt->failed(result);
-  if (result != CUDA_ERROR_OUT_OF_MEMORY) return result;
-  return rt != nullptr && rt->relieve() ? real(args...) : result;
+  if (rt == nullptr) return result;
+  rt->failed(result);
+  return result == CUDA_ERROR_OUT_OF_MEMORY && rt->relieve(bytes) ? real(args...) : result;
+}
+template <class Fn, class... Args>
+CUresult with_room(const Real<Fn>& real, Args... args) noexcept {
+  return with_room_for(0, real, args...);
 }
 
 // Passes on an allocation that core did not serve, counts it and remembers its block.
 template <class Fn, class... Args>
-CUresult forward(Runtime& rt, Runtime::Outcome outcome, Api api, CUdeviceptr* out, std::size_t bytes, CUstream stream,
-                 const Real<Fn>& real, Args... args) noexcept {
-  const CUresult result = outcome == Runtime::Outcome::exhausted ? real(args...) : with_room(real, args...);
+CUresult forward(Runtime& rt, Api api, CUdeviceptr* out, std::size_t bytes, CUstream stream, const Real<Fn>& real,
+                 Args... args) noexcept {
+  const CUresult result = with_room_for(bytes, real, args...);
   rt.forwarded(api);
   const bool ordered = api == Api::malloc_async || api == Api::from_pool;
   const bool graph_owned = ordered && shared().gate.capturing(shared().driver, stream);
@@ -43,9 +47,8 @@ CUresult allocate_async(CUdeviceptr* out, std::size_t bytes, CUstream stream, CU
                         const Real<Fn>& real) noexcept {
   Runtime* rt = serving_allocation();
   if (rt == nullptr) return real(out, bytes, as_given);
-  const auto outcome = t_exhausted ? Runtime::Outcome::exhausted : rt->malloc_async(out, bytes, stream);
-  if (outcome == Runtime::Outcome::served) return CUDA_SUCCESS;
-  return forward(*rt, outcome, Api::malloc_async, out, bytes, stream, real, out, bytes, as_given);
+  if (rt->malloc_async(out, bytes, stream)) return CUDA_SUCCESS;
+  return forward(*rt, Api::malloc_async, out, bytes, stream, real, out, bytes, as_given);
 }
 
 template <class Fn>
@@ -53,8 +56,11 @@ CUresult allocate_from_pool(CUdeviceptr* out, std::size_t bytes, CUmemoryPool po
                             const Real<Fn>& real) noexcept {
   Runtime* rt = serving_allocation();
   if (rt == nullptr) return real(out, bytes, pool, as_given);
-  return forward(*rt, Runtime::Outcome::forward, Api::from_pool, out, bytes, stream, real, out, bytes, pool, as_given);
+  return forward(*rt, Api::from_pool, out, bytes, stream, real, out, bytes, pool, as_given);
 }
+
+// In a child forked after our start CUDA is the parent's: its calls get their native errors, and nothing else is done.
+bool in_forked_child() noexcept { return g_life.load(std::memory_order_acquire) == Life::forked; }
 
 // A free of one of our blocks outside our service: in a forked child CUDA is not initialised; on the way out the
 // driver says whether it is gone.
@@ -86,33 +92,47 @@ CUresult free_async(CUdeviceptr address, CUstream stream, CUstream as_given, con
       address, [&](Runtime& rt) { return rt.free_async(address, stream); }, real, address, as_given);
 }
 
+CUcontext context_of(CUstream stream) noexcept {
+  const Driver& driver = shared().driver;
+  CUcontext context = nullptr;
+  if (is_per_thread(stream)) {
+    driver.call(driver.cuCtxGetCurrent, &context);
+  } else {
+    driver.call(driver.cuStreamGetCtx, stream, &context);
+  }
+  return context;
+}
+
 template <class Fn, class... Args>
 CUresult begin_capture(CUstream stream, const Real<Fn>& real, Args... args) noexcept {
+  if (in_forked_child()) return real(args...);
   shared().gate.begin();
   const CUresult result = real(args...);
-  shared().gate.begun(stream, thread_id(), result == CUDA_SUCCESS);
+  const bool success = result == CUDA_SUCCESS;
+  shared().gate.begun(stream, success ? context_of(stream) : nullptr, thread_id(), success);
   return result;
 }
 
 template <class Fn, class... Args>
 CUresult end_capture(const Real<Fn>& real, Args... args) noexcept {
   const CUresult result = real(args...);
-  shared().gate.refresh(shared().driver, thread_id());
+  if (!in_forked_child()) shared().gate.refresh(shared().driver, thread_id());
   return result;
 }
 
 template <class Fn, class... Args>
 CUresult create_stream(CUstream* out, const Real<Fn>& real, Args... args) noexcept {
   const CUresult result = with_room(real, out, args...);
-  if (result == CUDA_SUCCESS) runtime().stream_created(*out);
+  if (result == CUDA_SUCCESS && !in_forked_child()) runtime().stream_created(*out);
   return result;
 }
 
 template <class Fn>
 CUresult destroy_stream(CUstream stream, const Real<Fn>& real) noexcept {
+  if (in_forked_child()) return real(stream);
   shared().gate.forget(stream, thread_id());
-  shared().streams.remove(stream);
   if (Runtime* rt = serving()) rt->stream_going(stream);
+  shared().streams.remove(stream);
   return real(stream);
 }
 
@@ -160,47 +180,51 @@ CUresult with_foreign_events(const Real<Fn>& real, Args... args) noexcept {
   return real(args...);
 }
 
-// A call that may end `context`; `ended` says after success whether it did.
+// A call that may end the context `handle`; `ended` says after success whether it did.
 template <class Ended, class Fn, class... Args>
-CUresult end_context(Context* context, Ended ended, const Real<Fn>& real, Args... args) noexcept {
-  if (context == nullptr) return real(args...);
-  context->closing(true);
+CUresult end_context(CUcontext handle, Ended ended, const Real<Fn>& real, Args... args) noexcept {
+  if (in_forked_child()) return real(args...);
+  Context* context = runtime().find_context(handle);
+  if (context != nullptr) context->closing(true);
   const CUresult result = real(args...);
-  if (result == CUDA_SUCCESS && ended()) runtime().ended(*context);
-  context->closing(false);
+  if (result == CUDA_SUCCESS && ended()) runtime().ended(handle);
+  if (context != nullptr) context->closing(false);
   return result;
 }
 
 template <class Fn>
 CUresult destroy_context(CUcontext handle, const Real<Fn>& real) noexcept {
-  Runtime* rt = serving();
   return end_context(
-      rt != nullptr ? rt->find_context(handle) : nullptr, [] { return true; }, real, handle);
+      handle, [] { return true; }, real, handle);
+}
+
+// The device's primary context, if Cushion holds anything there.
+CUcontext primary_of(CUdevice device) noexcept {
+  const Context* primary = runtime().find_primary(device);
+  return primary != nullptr ? primary->handle() : nullptr;
 }
 
 template <class Fn>
 CUresult release_primary(CUdevice device, const Real<Fn>& real) noexcept {
-  Runtime* rt = serving();
   const auto was_last = [device] {
     unsigned flags = 0;
     int active = 1;
     return shared().driver.call(shared().driver.cuDevicePrimaryCtxGetState, device, &flags, &active) == CUDA_SUCCESS &&
            active == 0;
   };
-  return end_context(rt != nullptr ? rt->find_primary(device) : nullptr, was_last, real, device);
+  return end_context(primary_of(device), was_last, real, device);
 }
 
 template <class Fn>
 CUresult reset_primary(CUdevice device, const Real<Fn>& real) noexcept {
-  Runtime* rt = serving();
   return end_context(
-      rt != nullptr ? rt->find_primary(device) : nullptr, [] { return true; }, real, device);
+      primary_of(device), [] { return true; }, real, device);
 }
 
 template <class Fn, class... Args>
 CUresult create_context(CUcontext* out, const Real<Fn>& real, Args... args) noexcept {
   const CUresult result = with_room(real, out, args...);
-  if (result == CUDA_SUCCESS) runtime().context_created(*out);
+  if (result == CUDA_SUCCESS && !in_forked_child()) runtime().context_created(*out);
   return result;
 }
 
@@ -263,9 +287,8 @@ CUresult hook_cuGetProcAddress_v2(const char* symbol, void** function, int versi
 CUresult hook_cuMemAlloc_v2(CUdeviceptr* out, std::size_t bytes) noexcept {
   Runtime* rt = serving_allocation();
   if (rt == nullptr) return real_cuMemAlloc_v2(out, bytes);
-  const auto outcome = t_exhausted ? Runtime::Outcome::exhausted : rt->malloc(out, bytes, Api::malloc);
-  if (outcome == Runtime::Outcome::served) return CUDA_SUCCESS;
-  return forward(*rt, outcome, Api::malloc, out, bytes, nullptr, real_cuMemAlloc_v2, out, bytes);
+  if (rt->malloc(out, bytes, Api::malloc)) return CUDA_SUCCESS;
+  return forward(*rt, Api::malloc, out, bytes, nullptr, real_cuMemAlloc_v2, out, bytes);
 }
 
 CUresult hook_cuMemAllocPitch_v2(CUdeviceptr* out, std::size_t* pitch, std::size_t width, std::size_t height,
@@ -276,13 +299,12 @@ CUresult hook_cuMemAllocPitch_v2(CUdeviceptr* out, std::size_t* pitch, std::size
   const bool plain = pitch != nullptr && (element == 4 || element == 8 || element == 16) && width != 0 && height != 0 &&
                      width <= std::size_t{1} << 31 && height <= std::size_t{1} << 31;
   const std::size_t row = round_up(width, kPitch);
-  const auto outcome = plain ? rt->malloc(out, row * height, Api::pitch) : Runtime::Outcome::forward;
-  if (outcome == Runtime::Outcome::served) {
+  if (plain && rt->malloc(out, row * height, Api::pitch)) {
     *pitch = row;
     return CUDA_SUCCESS;
   }
-  return forward(*rt, outcome, Api::pitch, out, row * height, nullptr, real_cuMemAllocPitch_v2, out, pitch, width,
-                 height, element);
+  return forward(*rt, Api::pitch, out, row * height, nullptr, real_cuMemAllocPitch_v2, out, pitch, width, height,
+                 element);
 }
 
 CUresult hook_cuMemFree_v2(CUdeviceptr address) noexcept {
@@ -313,8 +335,7 @@ CUresult hook_cuMemGetInfo_v2(std::size_t* idle, std::size_t* total) noexcept {
 CUresult hook_cuMemAllocManaged(CUdeviceptr* out, std::size_t bytes, unsigned flags) noexcept {
   Runtime* rt = serving_allocation();
   if (rt == nullptr) return real_cuMemAllocManaged(out, bytes, flags);
-  return forward(*rt, Runtime::Outcome::forward, Api::managed, out, bytes, nullptr, real_cuMemAllocManaged, out, bytes,
-                 flags);
+  return forward(*rt, Api::managed, out, bytes, nullptr, real_cuMemAllocManaged, out, bytes, flags);
 }
 CUresult hook_cuMemAllocFromPoolAsync(CUdeviceptr* out, std::size_t bytes, CUmemoryPool pool,
                                       CUstream stream) noexcept {
@@ -327,7 +348,7 @@ CUresult hook_cuMemAllocFromPoolAsync_ptsz(CUdeviceptr* out, std::size_t bytes, 
 CUresult hook_cuMemCreate(CUmemGenericAllocationHandle* out, std::size_t bytes, const CUmemAllocationProp* properties,
                           unsigned long long flags) noexcept {
   if (Runtime* rt = serving_allocation()) rt->forwarded(Api::vmm);
-  return with_room(real_cuMemCreate, out, bytes, properties, flags);
+  return with_room_for(bytes, real_cuMemCreate, out, bytes, properties, flags);
 }
 CUresult hook_cuMemHostAlloc(void** out, std::size_t bytes, unsigned flags) noexcept {
   if (Runtime* rt = serving()) rt->forwarded(Api::host);
@@ -389,6 +410,17 @@ CUSHION_WITH_ROOM(cuLaunchCooperativeKernel_ptsz,
                   (CUfunction a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned f, unsigned g, unsigned h,
                    CUstream i, void** j),
                   a, b, c, d, e, f, g, h, i, j)
+
+CUSHION_WITH_ROOM(cuGraphUpload, (CUgraphExec a, CUstream b), a, b)
+CUSHION_WITH_ROOM(cuGraphUpload_ptsz, (CUgraphExec a, CUstream b), a, b)
+CUSHION_WITH_ROOM(cuModuleGetFunction, (CUfunction * a, CUmodule b, const char* c), a, b, c)
+CUSHION_WITH_ROOM(cuLibraryGetModule, (CUmodule * a, CUlibrary b), a, b)
+CUSHION_WITH_ROOM(cuKernelGetFunction, (CUfunction * a, CUkernel b), a, b)
+CUSHION_WITH_ROOM(cuFuncLoad, (CUfunction a), a)
+CUSHION_WITH_ROOM(cuCtxSetLimit, (CUlimit a, std::size_t b), a, b)
+CUSHION_WITH_ROOM(cuIpcOpenMemHandle, (CUdeviceptr * a, CUipcMemHandle b, unsigned c), a, b, c)
+CUSHION_WITH_ROOM(cuIpcOpenMemHandle_v2, (CUdeviceptr * a, CUipcMemHandle b, unsigned c), a, b, c)
+CUSHION_WITH_ROOM(cuDevicePrimaryCtxRetain, (CUcontext * a, CUdevice b), a, b)
 
 // ---- streams and captures ----------------------------------------------------------------------------------------
 
@@ -520,9 +552,14 @@ CUresult hook_cuGreenCtxCreate(CUgreenCtx* out, CUdevResourceDesc resources, CUd
   shared().green_contexts.store(true, std::memory_order_relaxed);
   return with_room(real_cuGreenCtxCreate, out, resources, device, flags);
 }
+CUresult hook_cuGreenCtxDestroy(CUgreenCtx context) noexcept {
+  const CUresult result = real_cuGreenCtxDestroy(context);
+  shared().handle_epoch.fetch_add(1, std::memory_order_release);  // its streams went with it
+  return result;
+}
 CUresult hook_cuCtxEnablePeerAccess(CUcontext peer, unsigned flags) noexcept {
   const CUresult result = real_cuCtxEnablePeerAccess(peer, flags);
-  if (result == CUDA_SUCCESS) runtime().peer_enabled(serving() != nullptr);
+  if (result == CUDA_SUCCESS && !in_forked_child()) runtime().peer_enabled(serving() != nullptr);
   return result;
 }
 

@@ -25,7 +25,7 @@ enum class HookId : std::uint16_t {
 };
 inline constexpr std::size_t kHooks = static_cast<std::size_t>(HookId::count);
 
-// The driver's functions, by HookId. Written once, by bind_driver(), before its flag is released.
+// The driver's functions, by HookId. Written once, by bind_driver().
 extern constinit std::atomic<void*> g_real[kHooks];
 
 // Finds the loaded driver and fills g_real, core's driver table and the map of cuGetProcAddress's answers. False while
@@ -44,7 +44,8 @@ class Real<CUresult (*)(Args...)> {
  public:
   explicit constexpr Real(HookId id) noexcept : id_(id) {}
   CUresult operator()(Args... args) const noexcept {
-    void* function = g_real[static_cast<std::size_t>(id_)].load(std::memory_order_relaxed);
+    // Acquire: who sees a function sees the driver table too.
+    void* function = g_real[static_cast<std::size_t>(id_)].load(std::memory_order_acquire);
     if (function == nullptr) {
       if (!bind_driver()) return CUDA_ERROR_NOT_INITIALIZED;
       function = g_real[static_cast<std::size_t>(id_)].load(std::memory_order_relaxed);
@@ -57,10 +58,6 @@ class Real<CUresult (*)(Args...)> {
  private:
   HookId id_;
 };
-
-// The runtime hook tried everything to make room before it asked the real runtime: the driver hook below it need not
-// try again.
-extern constinit thread_local bool t_exhausted;
 
 template <class Fn>
 struct NoexceptOf;

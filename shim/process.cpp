@@ -30,7 +30,9 @@ constinit std::mutex g_start_mutex;  // one thread starts the runtime; g_life's 
 
 // Deadly signals. A handler is installed only where the disposition is the default one: JVMs and others live with
 // SIGSEGV. It writes the report with what may be called in a handler, and dies as the program would have.
-constexpr int kDeadly[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGXCPU};
+constexpr int kFaults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
+constexpr int kDeadly[] = {SIGSEGV, SIGBUS,  SIGFPE,  SIGILL,  SIGABRT, SIGTERM, SIGINT,  SIGHUP,
+                           SIGQUIT, SIGXCPU, SIGXFSZ, SIGALRM, SIGUSR1, SIGUSR2, SIGPIPE, SIGSYS};
 
 void on_deadly_signal(int number, siginfo_t* info, void*) noexcept {
   const int saved = errno;
@@ -38,13 +40,20 @@ void on_deadly_signal(int number, siginfo_t* info, void*) noexcept {
     char how[] = "signal 00";
     how[7] = static_cast<char>('0' + number / 10);
     how[8] = static_cast<char>('0' + number % 10);
-    runtime().report(number < 10 ? (how[7] = how[8], how[8] = '\0', how) : how, true);
+    if (number < 10) {
+      how[7] = how[8];
+      how[8] = '\0';
+    }
+    runtime().report(how, Patience::none);
   }
   struct sigaction plain {};
   plain.sa_handler = SIG_DFL;
   sigaction(number, &plain, nullptr);
-  // A fault happens again when the handler returns, and so leaves a core at its place; a sent signal is sent again.
-  if (info == nullptr || info->si_code <= 0) raise(number);
+  // A fault happens again when the handler returns, and so leaves a core at its place. Every other signal is over: it
+  // is raised again, also one from the terminal, which comes from the kernel as a fault does.
+  bool again = false;
+  for (const int fault : kFaults) again = again || (number == fault && info != nullptr && info->si_code > 0);
+  if (!again) raise(number);
   errno = saved;
 }
 
@@ -63,7 +72,7 @@ void watch_signals() noexcept {
 
 void finish(const char* how) noexcept {
   if (g_life.load(std::memory_order_acquire) != Life::serving) return;
-  runtime().report(how, false);
+  runtime().report(how, Patience::some);
 }
 
 // A fork waits for a start under way, so that the child inherits either nothing or the whole. Threads that start at the
@@ -93,7 +102,6 @@ void start() noexcept {
     g_life.store(Life::native, std::memory_order_release);
     return;
   }
-  if (!bind_driver()) return;  // no driver is loaded: this allocation fails natively, the next may not
   const bool started = runtime().start(environ, program_invocation_short_name, g_loaded);
   if (started) {
     at_quick_exit(at_quick_exit_hook);
@@ -102,7 +110,8 @@ void start() noexcept {
   g_life.store(started ? Life::serving : Life::native, std::memory_order_release);
 }
 
-// Runs after the program's atexit handlers and static destructors, so that what they free is not called a leak.
+// Runs after the program's atexit handlers and its own static destructors, so that what they free is not called a leak.
+// (A library's that the loader finalises after us may still free; that is answered by late_free.)
 __attribute__((destructor)) void at_unload() {
   if (g_life.load(std::memory_order_acquire) != Life::serving) return;
   finish("exit");
@@ -123,6 +132,8 @@ void start_serving() noexcept {
     pthread_atfork(before_fork, in_forking_parent, in_forked_child);
     registered.store(true, std::memory_order_release);
   }
+  // Binding takes the loader's lock, which a thread that is waiting for ours may hold.
+  if (!bind_driver()) return;  // no driver is loaded: this allocation fails natively, the next may not
   std::lock_guard lock(g_start_mutex);
   start();
 }

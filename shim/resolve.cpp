@@ -18,7 +18,7 @@
 namespace cushion {
 
 constinit std::atomic<void*> g_real[kHooks]{};
-constinit std::mutex g_bind_mutex;  // one thread fills the tables; g_bound's release shows them to the others
+constinit std::mutex g_bind_mutex;  // held to fill the tables; g_bound's release shows them. Nothing is called under it
 
 namespace {
 
@@ -120,6 +120,7 @@ bool is_in_driver(const void* function) noexcept {
 void* hooked_dlsym(void* handle, const char* name) noexcept {
   void* found = real_dlsym()(handle, name);
   if (found == nullptr || !is_in_driver(found)) return found;  // a library's own private cu… symbol
+  if (std::string_view(name).ends_with("_ptsz")) runtime().shared().streams.lose();
   return hook_address(static_cast<std::size_t>(hook_named(name)));
 }
 
@@ -144,35 +145,44 @@ void map_address(void* function, std::size_t hook) noexcept {
 }
 
 constinit std::atomic<bool> g_bound{false};
-void* g_driver_library = nullptr;  // under g_bind_mutex
-void* find_in_driver(const char* name) noexcept { return real_dlsym()(g_driver_library, name); }
+
+// The driver's library and what is looked up in it. Every thread that needs it before it is bound looks everything up
+// for itself, with no lock of ours held: a lookup takes the loader's lock, whose holder may be waiting in a hook.
+void* find_in_driver(const char* name) noexcept {
+  void* library = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
+  if (library == nullptr) return nullptr;
+  void* found = real_dlsym()(library, name);
+  dlclose(library);
+  return found;
+}
 
 }  // namespace
 
 bool bind_driver() noexcept {
   if (g_bound.load(std::memory_order_acquire)) return true;
-  std::lock_guard lock(g_bind_mutex);
-  if (g_bound.load(std::memory_order_relaxed)) return true;
-  if (g_driver_library == nullptr) g_driver_library = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
-  if (g_driver_library == nullptr || !runtime().shared().driver.bind(find_in_driver)) return false;
-
+  DriverTable table;
+  if (!table.bind(find_in_driver)) return false;
   // Identity, from both of the driver's own answers; on the drivers seen so far the two are the same pointer.
   using Lookup = CUresult (*)(const char*, void**, int, cuuint64_t, CUdriverProcAddressQueryResult*);
   const auto lookup = reinterpret_cast<Lookup>(find_in_driver("cuGetProcAddress_v2"));
-  const int version = runtime().shared().driver.version;
+  std::array<void*, kHooks> exported{};
+  std::array<void*, kHooks> answered{};
   for (std::size_t i = 0; i < kHooks; ++i) {
-    if (version < kInfo[i].since) continue;
-    void* exported = find_in_driver(kInfo[i].elf);
-    if (exported == nullptr) continue;
-    g_real[i].store(exported, std::memory_order_relaxed);
-    map_address(exported, i);
-    void* answered = nullptr;
+    if (table.version < kInfo[i].since) continue;
+    exported[i] = find_in_driver(kInfo[i].elf);
     CUdriverProcAddressQueryResult status{};
-    if (lookup != nullptr && version >= 12000 &&
-        lookup(kInfo[i].base, &answered, kInfo[i].since, kInfo[i].flags, &status) == CUDA_SUCCESS &&
-        answered != nullptr) {
-      map_address(answered, i);
+    if (exported[i] != nullptr && lookup != nullptr && table.version >= 12000 &&
+        lookup(kInfo[i].base, &answered[i], kInfo[i].since, kInfo[i].flags, &status) != CUDA_SUCCESS) {
+      answered[i] = nullptr;
     }
+  }
+  std::lock_guard lock(g_bind_mutex);
+  if (g_bound.load(std::memory_order_relaxed)) return true;
+  static_cast<DriverTable&>(runtime().shared().driver) = table;
+  for (std::size_t i = 0; i < kHooks; ++i) {
+    g_real[i].store(exported[i], std::memory_order_release);
+    if (exported[i] != nullptr) map_address(exported[i], i);
+    if (answered[i] != nullptr) map_address(answered[i], i);
   }
   g_bound.store(true, std::memory_order_release);
   return true;

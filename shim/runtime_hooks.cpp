@@ -18,8 +18,6 @@
 
 namespace cushion {
 
-constinit thread_local bool t_exhausted = false;
-
 namespace {
 
 // The context that this thread's last successful call through the real runtime ran in.
@@ -61,15 +59,14 @@ bool is_runtime(const char* path) noexcept {
 }
 
 // The runtime's own function, as the library that calls us would have found it: in the scope of that library, else in
-// whatever libcudart is loaded. A few microseconds; the fast path never needs it.
+// whatever libcudart is loaded. A few microseconds.
 void* find_real(const char* name, const void* caller, const void* ours) noexcept {
   const auto look = [&](const char* path) -> void* {
     void* handle = dlopen(path, RTLD_LAZY | RTLD_NOLOAD);
     if (handle == nullptr) return nullptr;
     void* found = dlsym(handle, name);
     dlclose(handle);
-    Dl_info info{};
-    return found != ours && dladdr(found, &info) != 0 && is_runtime(info.dli_fname) ? found : nullptr;
+    return found != ours ? found : nullptr;
   };
   Dl_info info{};
   link_map* map = nullptr;
@@ -89,9 +86,33 @@ void* find_real(const char* name, const void* caller, const void* ours) noexcept
   return path[0] != '\0' ? look(path) : nullptr;
 }
 
+// How many libraries were ever unloaded: while it stays the same, an address found earlier is still that function.
+unsigned long long unloads() noexcept {
+  unsigned long long count = 0;
+  dl_iterate_phdr(
+      [](dl_phdr_info* library, std::size_t, void* to) {
+        *static_cast<unsigned long long*>(to) = library->dlpi_subs;
+        return 1;
+      },
+      &count);
+  return count;
+}
+
+// find_real's last answers in this thread, one for each hook (about 0.1 µs).
+struct Found {
+  const void* caller;
+  void* real;
+  unsigned long long unloads;
+};
+void* cached_real(Found& last, const char* name, const void* caller, const void* ours) noexcept {
+  const unsigned long long now = unloads();
+  if (last.caller != caller || last.unloads != now) last = {caller, find_real(name, caller, ours), now};
+  return last.real;
+}
+
 template <class... Args>
-cudaError_t call_real(const char* name, const void* caller, const void* ours, Args... args) noexcept {
-  void* real = find_real(name, caller, ours);
+cudaError_t call_real(Found& last, const char* name, const void* caller, const void* ours, Args... args) noexcept {
+  void* real = cached_real(last, name, caller, ours);
   if (real == nullptr) return cudaErrorInitializationError;
   return answered(reinterpret_cast<cudaError_t (*)(Args...)>(real)(args...));
 }
@@ -100,9 +121,7 @@ bool malloc_async(void** out, std::size_t bytes, CUstream stream) noexcept {
   Runtime* rt = fast_path();
   CUdeviceptr address = 0;
   if (rt == nullptr || out == nullptr) return false;
-  const auto outcome = rt->malloc_async(&address, bytes, stream);
-  t_exhausted = outcome == Runtime::Outcome::exhausted;
-  if (outcome != Runtime::Outcome::served) return false;
+  if (!rt->malloc_async(&address, bytes, stream)) return false;
   *out = reinterpret_cast<void*>(address);
   return true;
 }
@@ -119,22 +138,21 @@ CUstream per_thread(CUstream stream) noexcept { return stream == nullptr ? strea
 
 using namespace cushion;
 
-#define CUSHION_REAL(name, ...) \
-  call_real(#name, __builtin_return_address(0), reinterpret_cast<const void*>(&hook_##name), __VA_ARGS__)
+#define CUSHION_REAL(name, ...)                                                                      \
+  [&, caller = __builtin_return_address(0)] {                                                        \
+    static constinit thread_local Found last{};                                                      \
+    return call_real(last, #name, caller, reinterpret_cast<const void*>(&hook_##name), __VA_ARGS__); \
+  }()
 
 cudaError_t hook_cudaMalloc(void** out, std::size_t bytes) noexcept {
   if (Runtime* rt = out != nullptr ? fast_path() : nullptr) {
     CUdeviceptr address = 0;
-    const auto outcome = rt->malloc(&address, bytes, Api::malloc);
-    t_exhausted = outcome == Runtime::Outcome::exhausted;
-    if (outcome == Runtime::Outcome::served) {
+    if (rt->malloc(&address, bytes, Api::malloc)) {
       *out = reinterpret_cast<void*>(address);
       return cudaSuccess;
     }
   }
-  const cudaError_t result = CUSHION_REAL(cudaMalloc, out, bytes);
-  t_exhausted = false;
-  return result;
+  return CUSHION_REAL(cudaMalloc, out, bytes);
 }
 
 cudaError_t hook_cudaFree(void* pointer) noexcept {
@@ -146,15 +164,11 @@ cudaError_t hook_cudaFree(void* pointer) noexcept {
 
 cudaError_t hook_cudaMallocAsync(void** out, std::size_t bytes, cudaStream_t stream) noexcept {
   if (malloc_async(out, bytes, stream)) return cudaSuccess;
-  const cudaError_t result = CUSHION_REAL(cudaMallocAsync, out, bytes, stream);
-  t_exhausted = false;
-  return result;
+  return CUSHION_REAL(cudaMallocAsync, out, bytes, stream);
 }
 cudaError_t hook_cudaMallocAsync_ptsz(void** out, std::size_t bytes, cudaStream_t stream) noexcept {
   if (malloc_async(out, bytes, per_thread(stream))) return cudaSuccess;
-  const cudaError_t result = CUSHION_REAL(cudaMallocAsync_ptsz, out, bytes, stream);
-  t_exhausted = false;
-  return result;
+  return CUSHION_REAL(cudaMallocAsync_ptsz, out, bytes, stream);
 }
 cudaError_t hook_cudaFreeAsync(void* pointer, cudaStream_t stream) noexcept {
   return free_async(pointer, stream) ? cudaSuccess : CUSHION_REAL(cudaFreeAsync, pointer, stream);
