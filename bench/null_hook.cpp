@@ -12,6 +12,7 @@
 
 #include <atomic>
 #include <cstring>
+#include <initializer_list>
 
 #define NULL_HOOK_EXPORT extern "C" __attribute__((visibility("default")))
 

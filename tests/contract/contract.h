@@ -64,7 +64,8 @@ void fill_hold_check(CUstream stream, CUdeviceptr p, std::size_t size, std::uint
 // Spins until the flag is set, or `timeout` so that a failing test ends.
 void wait_flag(CUstream stream, const SharedWord& flag, std::chrono::milliseconds timeout);
 
-// The primary context of device 0 is current; the test leaves it idle and healthy.
+// The primary context of device 0 is current; the test leaves it idle and healthy. One that breaks it fails and is the
+// last to run: breaking it on purpose is for scenarios.
 class Contract : public testing::Test {
  protected:
   void SetUp() override;

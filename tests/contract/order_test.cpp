@@ -503,6 +503,9 @@ TEST_F(Order, ASpinningKernelDoesNotDeadlockAllocation) {
   for (const std::size_t size : {64 * KiB, 48 * MiB}) {
     for (const Api allocated : {Api::sync, Api::async}) {
       for (const Api freed : {Api::sync, Api::async}) {
+        // Natively cuMemFree of a cuMemAllocAsync block takes it from under the kernel that fills it, and when the
+        // driver takes back a cuMemAlloc block freed on a stream is its own matter.
+        if (allocated != freed && !under_cushion()) continue;
         for (const Api next : {Api::sync, Api::async}) {
           SharedWord flag;
           const Stream stream, other;
@@ -533,10 +536,12 @@ TEST_F(Order, IndependentStreamsAreNotSerialised) {
     CHECK_CU(CUDA_SUCCESS, driver().MemFreeAsync(shared, slow));
     wait_flag(slow, flag, 5000ms);
     for (int round = 0; round < 20; ++round) {
-      const CUdeviceptr p = allocate_async(MiB, fast), q = contract::allocate(MiB);
+      const CUdeviceptr p = allocate_async(MiB, fast);
       fill(fast, p, MiB, 1);
-      fill(fast, q, MiB, 1);
       CHECK_CU(CUDA_SUCCESS, driver().MemFreeAsync(p, fast));
+      if (!under_cushion()) continue;  // when the driver takes back a cuMemAlloc block is its own matter
+      const CUdeviceptr q = contract::allocate(MiB);
+      fill(fast, q, MiB, 1);
       CHECK_CU(CUDA_SUCCESS, driver().MemFreeAsync(q, fast));
     }
     finish(fast);

@@ -115,13 +115,43 @@ void use_primary_context() {
   CHECK_CU(CUDA_SUCCESS, harness::LoadKernels());
 }
 
+namespace {
+
+// A sticky error leaves no call of this process that works: the test that got it ends there, and the others are not
+// run, else each would fail, or crash, for it.
+std::string broken_by;  // that test
+const std::thread::id main_thread = std::this_thread::get_id();
+
+bool context_is_broken() {
+  std::size_t free = 0, total = 0;
+  const CUresult result = driver().MemGetInfo(&free, &total);
+  return result != CUDA_SUCCESS && result != CUDA_ERROR_INVALID_CONTEXT;
+}
+
+class EndTestInBrokenContext : public testing::EmptyTestEventListener {
+  void OnTestStart(const testing::TestInfo& test) override {
+    running_ = std::string(test.test_suite_name()) + "." + test.name();
+  }
+  void OnTestPartResult(const testing::TestPartResult& result) override {
+    if (!result.failed() || running_.empty() || std::this_thread::get_id() != main_thread) return;
+    if (!broken_by.empty() || !Driver::Missing().empty() || !context_is_broken()) return;
+    broken_by = running_;
+    throw testing::AssertionException(result);
+  }
+
+  std::string running_;  // empty in a scenario
+};
+
+}  // namespace
+
 void Contract::SetUp() {
   if (!Driver::Missing().empty()) GTEST_SKIP() << Driver::Missing();
+  if (!broken_by.empty()) GTEST_SKIP() << broken_by << " broke the context";
   use_primary_context();
 }
 
 void Contract::TearDown() {
-  if (IsSkipped()) return;
+  if (IsSkipped() || !broken_by.empty()) return;
   CHECK_CU(CUDA_SUCCESS, driver().CtxSynchronize());
 }
 
@@ -277,6 +307,7 @@ int main(int argc, char** argv) {
   // A kernel loaded at its first launch may wait for those that run: natively, too, but it is no rule here.
   setenv("CUDA_MODULE_LOADING", "EAGER", /*overwrite=*/0);
   testing::InitGoogleTest(&argc, argv);
+  testing::UnitTest::GetInstance()->listeners().Append(new contract::EndTestInBrokenContext);
   if (argc == 2 && std::string_view(argv[1]).starts_with("--scenario=")) {
     return contract::scenario_main(argv[1] + std::strlen("--scenario="));
   }

@@ -147,6 +147,8 @@ void beside(cudaStreamCaptureMode mode) {
                                                100 * 1000, changed.device());
         failed += cudaFree(sync) != cudaSuccess;
         failed += cudaFreeAsync(async, stream) != cudaSuccess;
+        // Where cudaFree does not wait, launches would fill the device's queue and hold up the capturing thread.
+        if (i % 16 == 15) failed += cudaStreamSynchronize(stream) != cudaSuccess;
       }
       failed += cudaStreamSynchronize(stream) != cudaSuccess;
     });

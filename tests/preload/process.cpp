@@ -160,6 +160,7 @@ int threads() {
     std::printf("free: %d\n", api.free(block));
     exercise_memory(api);
     std::printf("done\n");
+    std::exit(0);  // the driver's own threads would keep the process
   }).detach();
   pthread_exit(nullptr);
 }

@@ -5,6 +5,9 @@ import zlib
 
 try:
     import numpy
+
+    if not hasattr(numpy, "row_stack"):  # gone from NumPy 2.5; numba-cuda looks it up when it is imported
+        numpy.row_stack = numpy.vstack
     from numba import cuda
 except ImportError as error:
     print(f"SKIP: {error}")
