@@ -384,8 +384,8 @@ void Runtime::stream_created(CUstream stream) noexcept try {
 void Runtime::stream_going(CUstream stream) noexcept try {
   StreamIdentity identity;
   Context* context = nullptr;
-  if (!is_legacy(stream) && !is_per_thread(stream) && identify(stream, identity, context))
-    context->stream_going(identity);
+  const bool own = !is_legacy(stream) && !is_per_thread(stream);
+  if (own && identify(stream, identity, context) == CUDA_SUCCESS && context != nullptr) context->stream_going(identity);
   shared_.handle_epoch.fetch_add(1, std::memory_order_release);
 } catch (...) {
 }
