@@ -39,7 +39,7 @@ class CaptureGateTest : public testing::Test {
   void begin(CUstream stream, long thread = kThread, bool success = true) {
     gate.begin();
     if (success) g_streams[stream] = CU_STREAM_CAPTURE_STATUS_ACTIVE;
-    gate.begun(stream, thread, success);
+    gate.begun(stream, context, thread, success);
   }
   void refresh(long thread = kThread) { gate.refresh(driver, thread); }
   bool enters() {
@@ -50,6 +50,7 @@ class CaptureGateTest : public testing::Test {
 
   Driver driver;
   CaptureGate gate;
+  CUcontext context = reinterpret_cast<CUcontext>(0x10);
   const CUstream a = stream_handle(0x1000);
   const CUstream b = stream_handle(0x2000);
 };
@@ -114,6 +115,18 @@ TEST_F(CaptureGateTest, ADestroyedStreamTakesItsCaptureWithIt) {
   gate.forget(a, kThread);
   EXPECT_FALSE(enters());
   gate.forget(b, kThread + 1);
+  EXPECT_TRUE(enters());
+}
+
+TEST_F(CaptureGateTest, AContextTakesItsCapturesWithIt) {
+  const CUcontext first = context;
+  begin(a);
+  begin(stream_handle(kPerThreadStream), kThread + 1);
+  context = reinterpret_cast<CUcontext>(0x20);
+  begin(b);
+  gate.forget(context);
+  EXPECT_FALSE(enters());
+  gate.forget(first);
   EXPECT_TRUE(enters());
 }
 
@@ -187,7 +200,7 @@ TEST_F(CaptureGateTest, NoRecorderIsInsideWhileACaptureIsOpen) {
           g_streams[stream] = success ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
         }
         if (!success) captures.fetch_sub(1);
-        gate.begun(stream, kThread, success);
+        gate.begun(stream, context, kThread, success);
         if (!success) continue;
         if (round % 7 == 0) std::this_thread::yield();
         if (inside.load() != 0) met.fetch_add(1);

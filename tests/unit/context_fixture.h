@@ -7,7 +7,6 @@
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 
-#include <atomic>
 #include <cstdint>
 #include <utility>
 
@@ -78,7 +77,7 @@ class Core {
     return made;
   }
 
-  // 0 where core does not serve; `exhausted` then says what it answered.
+  // 0 where core does not serve.
   CUdeviceptr Malloc(std::uint64_t bytes) { return Allocate({bytes, Api::malloc, nullptr}); }
   CUdeviceptr MallocAsync(std::uint64_t bytes, const Lane& lane) {
     return Allocate({bytes, Api::malloc_async, &lane.identity});
@@ -97,26 +96,22 @@ class Core {
 
   std::uint64_t held() {
     std::uint64_t bytes = 0;
-    context().inspect(true, [&](const Pool& pool) { bytes = pool.held(); });
+    context().inspect(Patience::some, [&](const Pool& pool) { bytes = pool.held(); });
     return bytes;
   }
   bool valid() {
     bool good = false;
-    context().inspect(true, [&](const Pool& pool) { good = pool.valid(); });
+    context().inspect(Patience::some, [&](const Pool& pool) { good = pool.valid(); });
     return good;
   }
   Usage& usage() { return shared.usage[0]; }
 
   Shared& shared = eternal<Shared>();
-  std::atomic<bool> exhausted = false;
 
  private:
   CUdeviceptr Allocate(const Request& request) {
     CUdeviceptr p = 0;
-    bool all_tried = false;
-    const bool served = context().allocate(request, &p, all_tried);
-    exhausted = all_tried;
-    return served ? p : 0;
+    return context().allocate(request, &p) ? p : 0;
   }
 
   Options& options_;

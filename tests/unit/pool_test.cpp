@@ -223,7 +223,7 @@ TEST_F(PoolTest, AbandonTakesOutEverythingWhateverIsLive) {
 TEST_F(PoolTest, AHeapThatComesAgainIsAnother) {
   Heap* first = pool.make_heap(Order::stream);
   const std::uint64_t serial = first->serial;
-  first->order_after({serial + 100, 1});
+  first->order_after({serial + 100, 1, 0});
   first->newest = 9;
   pool.drop(first);
   EXPECT_EQ(first->serial, 0u);
