@@ -235,6 +235,7 @@ Outcome run_scenario(const std::string& name, const std::vector<std::string>& en
   }
   for (const std::string& variable : environment) set(variable);
   std::vector<char*> pointers;
+  pointers.reserve(variables.size() + 1);
   for (std::string& variable : variables) pointers.push_back(variable.data());
   pointers.push_back(nullptr);
 
