@@ -6,8 +6,10 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <future>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "tests/unit/context_fixture.h"
@@ -372,6 +374,33 @@ TEST_F(ContextTest, WithPeersASyncFreeWaitsForItsOwnContextAndReuseForAll) {
   CHECK_CU(0, driver().CtxSetCurrent(first));
 }
 
+// Runs once, inside a driver call of core's, as another thread might at that moment. (No lock is held then.)
+std::function<void()> g_meanwhile;
+
+void meanwhile() {
+  if (g_meanwhile) std::exchange(g_meanwhile, nullptr)();
+}
+
+TEST_F(ContextTest, AFenceCleansNothingThatWasFreedWhileItWasRecorded) {
+  Lane s;
+  Gate gate;
+  const CUdeviceptr early = core().MallocAsync(kSegment, s);
+  const CUdeviceptr late = core().MallocAsync(kSegment, s);
+  CHECK_CU(0, core().FreeAsync(early, s));
+  g_meanwhile = [&] {
+    gate.Hold(s);
+    CHECK_CU(0, core().FreeAsync(late, s));
+  };
+  core().shared.driver.cuCtxRecordEvent = [](CUcontext context, CUevent event) {
+    const CUresult result = driver().CtxRecordEvent(context, event);
+    meanwhile();
+    return result;
+  };
+  EXPECT_EQ(core().Malloc(kSegment), early);
+  EXPECT_TRUE(s.Busy());
+  EXPECT_NE(core().Malloc(kSegment), late);
+}
+
 // ---- memory is short ---------------------------------------------------------------------------------------------
 
 TEST_F(ContextTest, BeyondMaxSizeRequestsAreForwarded) {
@@ -383,6 +412,17 @@ TEST_F(ContextTest, BeyondMaxSizeRequestsAreForwarded) {
   EXPECT_EQ(core().Malloc(5 * kSegment), 0u);
   EXPECT_EQ(core().held(), 2 * kSegment);
   EXPECT_EQ(counters().out_of_memory, 0u);
+}
+
+TEST_F(ContextTest, MaxSizeCountsWhatIsBeingAskedOfTheDriver) {
+  core().options().max_size = {kSegment, -1};
+  g_meanwhile = [&] { EXPECT_EQ(core().Malloc(kSegment), 0u); };
+  core().shared.driver.cuMemAlloc_v2 = [](CUdeviceptr* out, std::size_t bytes) {
+    meanwhile();
+    return driver().MemAlloc(out, bytes);
+  };
+  EXPECT_NE(core().Malloc(kSegment), 0u);
+  EXPECT_EQ(core().held(), kSegment);
 }
 
 TEST_F(ContextTest, MoreThanTheDeviceHasIsForwardedAtOnce) {
