@@ -48,7 +48,7 @@ struct Heap {
   struct Before {
     std::uint64_t serial;
     std::uint64_t stamp;
-    std::uint32_t index;  // the heap's
+    std::uint32_t index = 0;  // the heap's
   };
   static constexpr std::size_t kMostBefore = 32;
   std::vector<Before> before;
