@@ -150,14 +150,24 @@ void Context::hand_out(Block& block, const Request& request) noexcept {
     block.live.time = ticks();
     block.live.thread = static_cast<std::uint32_t>(thread_id());
   }
-  usage().requested.add(request.bytes);
-  usage().handed_out.add(block.size);
+  bump(counters_.served[static_cast<int>(request.api)]);
+  usage_.requested.add(request.bytes);
+  usage_.handed_out.add(block.size);
 }
 
 void Context::account_free(const Block& block) noexcept {
-  usage().requested.subtract(block.live.requested);
-  usage().handed_out.subtract(block.size);
-  count(shared_.counters.frees_served);
+  usage_.requested.subtract(block.live.requested);
+  usage_.handed_out.subtract(block.size);
+  bump(counters_.frees_served);
+}
+
+bool Context::claim(Block& block, std::uint64_t address) noexcept {
+  // Acquire: who claims sees the block as it was handed out. A record that was recycled meanwhile has another address.
+  BlockState live = BlockState::live;
+  if (!block.state.compare_exchange_strong(live, BlockState::freeing, std::memory_order_acq_rel)) return false;
+  if (block.address.load(std::memory_order_relaxed) == address) return true;
+  unclaim(block);
+  return false;
 }
 
 bool Context::allocate(const Request& request, CUdeviceptr* out) noexcept {
@@ -181,14 +191,15 @@ bool Context::allocate(const Request& request, CUdeviceptr* out) noexcept {
     *out = block->address.load(std::memory_order_relaxed);
     if (options().init != InitMode::none && !fill(*block, request)) {
       std::lock_guard lock(mutex_);  // what it promised cannot be kept: the driver's memory is zero at least
+      bump(counters_.served[static_cast<int>(request.api)], ~std::uint64_t{0});
       account_free(*block);
+      bump(counters_.frees_served, ~std::uint64_t{0});
       pool_.give(block, *pending_, fences_.next_stamp());
       return false;
     }
   } catch (...) {  // no host memory: the driver may still have what is needed
     return false;
   }
-  count(shared_.counters.served[static_cast<int>(request.api)]);
   return true;
 }
 
@@ -309,7 +320,7 @@ Block* Context::grow(const Need& need, const Request& request, bool exact, CUres
       added = address % kPage == 0 && pool_.add(address, want, *clean_);
       if (added) {
         pressure_ = false;
-        usage().held.add(want);
+        usage_.held.add(want);
         count(shared_.counters.grows);
         block = try_take(need, request);
       }
@@ -390,36 +401,30 @@ bool Context::fill(const Block& block, const Request& request) noexcept {
 // ---- free --------------------------------------------------------------------------------------------------------
 
 CUresult Context::free(Block* block, std::uint64_t address) noexcept try {
-  const bool served = !shared_.peers.load(std::memory_order_relaxed) || context_fences();
-  std::uint64_t stamp = 0;
-  std::uint64_t generation = 0;
-  {
-    std::lock_guard lock(mutex_);
-    if (!is_live(block, address)) return CUDA_ERROR_INVALID_VALUE;
-    if (broken() != CUDA_SUCCESS) return broken();
-    // Natively cudaFree of a stream-ordered block does not wait. Deferred frees need context fences to come back.
-    const bool deferred = options().free == FreeMode::deferred && context_fences();
-    if (block->api == Api::malloc_async || deferred) {
-      account_free(*block);
-      pool_.give(block, *pending_, fences_.next_stamp());
-      return CUDA_SUCCESS;
-    }
-    block->state.store(BlockState::freeing, std::memory_order_relaxed);
-    stamp = fences_.stamp();
-    generation = events_.generation();
+  if (!claim(*block, address)) return CUDA_ERROR_INVALID_VALUE;
+  const bool fenced = context_fences();
+  const bool peers = shared_.peers.load(std::memory_order_relaxed);
+  const std::uint64_t generation = events_.generation();
+  const std::uint64_t stamp = fences_.stamp();
+  // Natively cudaFree of a stream-ordered block does not wait. Deferred frees need context fences to come back.
+  const bool waits = block->api != Api::malloc_async && (options().free == FreeMode::sync || !fenced);
+  std::uint64_t taken = 0;
+  const CUresult result = broken() != CUDA_SUCCESS ? broken() : waits ? wait_for_context(taken) : CUDA_SUCCESS;
+  if (result != CUDA_SUCCESS) {
+    unclaim(*block);
+    return result;
   }
-  const CUresult result = wait_for_context();
-  const bool everyone =
-      result == CUDA_SUCCESS && (!served || !shared_.peers.load(std::memory_order_relaxed) || peers_idle());
+  const bool served = !peers || fenced;
+  const bool clean = waits && (!served || !peers || peers_idle());
   std::vector<CUdeviceptr> back;
   std::unique_lock lock(mutex_);
   if (generation != events_.generation()) return result;  // reset meanwhile: the block is gone
-  if (result != CUDA_SUCCESS) {
-    block->state.store(BlockState::live, std::memory_order_relaxed);
-    return result;
-  }
   account_free(*block);
-  if (everyone) {
+  if (taken > shared_.noticeable_wait) {
+    bump(counters_.free_waits);
+    bump(counters_.wait_ticks, taken);
+  }
+  if (clean) {
     if (served) fences_.completed(stamp);
     pool_.give(block, *clean_, stamp);
     if (!served) back = detach_unused(0);  // nothing is handed out any more: the memory goes where it goes natively
@@ -439,8 +444,8 @@ CUresult Context::free_async(Block* block, std::uint64_t address, const StreamId
   std::uint64_t generation = 0;
   {
     std::lock_guard lock(mutex_);
-    if (!is_live(block, address)) return CUDA_ERROR_INVALID_VALUE;
     if (broken() != CUDA_SUCCESS) return broken();
+    if (!claim(*block, address)) return CUDA_ERROR_INVALID_VALUE;
     if (!foreign && !(pressure_ && evented_.size() < kMostEvented)) {
       Heap* heap = heap_of(stream);
       account_free(*block);
@@ -448,7 +453,6 @@ CUresult Context::free_async(Block* block, std::uint64_t address, const StreamId
       return CUDA_SUCCESS;
     }
     evented_.reserve(kMostEvented);
-    block->state.store(BlockState::freeing, std::memory_order_relaxed);
     generation = events_.generation();
   }
   // Freed under pressure, or on another context's stream: an event inside the free says when it is over.
@@ -487,11 +491,11 @@ CUresult Context::free_async(Block* block, std::uint64_t address, const StreamId
 
 // ---- fences ------------------------------------------------------------------------------------------------------
 
-CUresult Context::wait_for_context() {
+CUresult Context::wait_for_context(std::uint64_t& taken) {
   RelaxedCaptureMode relaxed(driver());
-  if (!context_fences()) return native_wait();
+  if (!context_fences()) return native_wait(taken);
   FenceEvent fence{&events_, events_.generation(), events_.take(driver(), handle_)};
-  if (fence.event == nullptr) return native_wait();
+  if (fence.event == nullptr) return native_wait(taken);
   CUresult result = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
   if (shared_.gate.enter()) {
     // One reading of the clock for both calls: on an idle device they are most of what cudaFree costs.
@@ -502,21 +506,17 @@ CUresult Context::wait_for_context() {
     // Not a query first: an idle device takes a moment to complete the event, and a query then costs more than it
     // saves.
     if (result == CUDA_SUCCESS) result = driver().cuEventSynchronize(fence.event);
-    const std::uint64_t taken = ticks() - start;
+    taken = ticks() - start;
     count(driver().calls, 2);
     count(driver().time, taken);
-    if (taken > shared_.noticeable_wait) {
-      count(shared_.counters.free_waits);
-      count(shared_.counters.wait_ticks, taken);
-    }
   }
   fence.release();
-  if (is_capture_error(result)) return native_wait();
+  if (is_capture_error(result)) return native_wait(taken);
   note(result);
   return result;
 }
 
-CUresult Context::native_wait() {
+CUresult Context::native_wait(std::uint64_t& taken) {
   RelaxedCaptureMode relaxed(driver());
   CurrentContext current(driver(), handle_);
   spare_users_.fetch_add(1, std::memory_order_relaxed);
@@ -541,11 +541,11 @@ CUresult Context::native_wait() {
     result = CUDA_SUCCESS;
     break;
   }
-  if (spare != 0 && (result == CUDA_SUCCESS || result == CUDA_ERROR_OUT_OF_MEMORY)) {  // out of memory, then brought back
+  if (spare != 0 &&
+      (result == CUDA_SUCCESS || result == CUDA_ERROR_OUT_OF_MEMORY)) {  // out of memory, then brought back
     const std::uint64_t start = ticks();
     result = driver().call(driver().cuMemFree_v2, spare);
-    count(shared_.counters.free_waits);
-    count(shared_.counters.wait_ticks, ticks() - start);
+    taken = ticks() - start;
     take_spare();
   }
   spare_users_.fetch_sub(1, std::memory_order_relaxed);
@@ -834,10 +834,10 @@ void Context::discard() {
   pool_.for_each_live([&](const Block& block) {
     count(shared_.counters.reset_blocks);
     count(shared_.counters.reset_bytes, block.live.requested);
-    usage().requested.subtract(block.live.requested);
-    usage().handed_out.subtract(block.size);
+    usage_.requested.subtract(block.live.requested);
+    usage_.handed_out.subtract(block.size);
   });
-  usage().held.subtract(pool_.held());
+  usage_.held.subtract(pool_.held());
   evented_.clear();
   farewells_.clear();
   spare_.store(0, std::memory_order_relaxed);
@@ -905,7 +905,7 @@ std::vector<CUdeviceptr> Context::detach_unused(std::uint64_t keep) {
     }
     segment = next;
   }
-  usage().held.subtract(bytes);
+  usage_.held.subtract(bytes);
   if (bytes != 0) pressure_ = false;
   return back;
 }

@@ -95,6 +95,10 @@ class Context {
 
   void broke(CUresult sticky) noexcept { note(sticky); }
 
+  // Readable without the lock.
+  const Usage& usage() const noexcept { return usage_; }
+  const Counters& counters() const noexcept { return counters_; }
+
   // For the report and tests, under the lock; false if the lock cannot be had in time.
   template <class Visit>
   bool inspect(Patience patience, Visit visit) noexcept {
@@ -116,7 +120,6 @@ class Context {
     bool being_queried;
   };
 
-  Usage& usage() noexcept { return shared_.usage[static_cast<std::size_t>(device_)]; }
   const Driver& driver() const noexcept { return shared_.driver; }
   const Options& options() const noexcept { return *shared_.options; }
   bool note(CUresult result) noexcept;  // remembers a sticky error; true for success
@@ -129,11 +132,11 @@ class Context {
   void clean_up() noexcept;  // moves what is known clean to the clean heap, recycles heaps that say nothing any more
   std::vector<CUdeviceptr> detach_unused(std::uint64_t keep);  // takes clean, wholly free segments out of the pool
   std::uint64_t newest_free() const noexcept;
-  bool is_live(const Block* block, std::uint64_t address) const noexcept {
-    return block->state.load(std::memory_order_relaxed) == BlockState::live &&
-           block->address.load(std::memory_order_relaxed) == address;
-  }
   void account_free(const Block& block) noexcept;
+
+  // Takes a live block for one free alone: of two frees of one pointer a single one wins, with or without the lock.
+  static bool claim(Block& block, std::uint64_t address) noexcept;
+  static void unclaim(Block& block) noexcept { block.state.store(BlockState::live, std::memory_order_release); }
 
   // These want it released. Those without noexcept keep lists in host memory; their callers' callers catch.
   Block* search(const Need& need, const Request& request);
@@ -149,9 +152,9 @@ class Context {
   void poll();  // asks the fences, takes a new one if frees lack one, cleans up
   void poll_evented();
   void poll_streams();
-  bool streams_idle();          // without context fences: whether every known stream is idle; makes no dependency
-  CUresult wait_for_context();  // as long as the native cudaFree would
-  CUresult native_wait();       // by freeing a small spare allocation
+  bool streams_idle();  // without context fences: whether every known stream is idle; makes no dependency
+  CUresult wait_for_context(std::uint64_t& ticks_taken);  // as long as the native cudaFree would
+  CUresult native_wait(std::uint64_t& ticks_taken);       // by freeing a small spare allocation
   void take_spare() noexcept;
   std::uint64_t release_unused(std::uint64_t keep);  // the number of segments given back
   std::uint64_t give_back(std::vector<CUdeviceptr> segments) noexcept;
@@ -171,6 +174,8 @@ class Context {
   Heap* pending_ = nullptr;
   std::unordered_map<std::uint64_t, Heap*> stream_heaps_;  // by stream id
   std::vector<Evented> evented_;
+  Usage usage_;                 // bumped under the lock, readable without
+  Counters counters_;           // likewise: those of the allocation and free paths
   std::uint64_t promised_ = 0;  // bytes being asked of the driver just now
   int growing_ = 0;             // threads asking
   bool initial_done_ = false;

@@ -83,8 +83,8 @@ Block* Pool::take(Heap& heap, std::uint64_t size, std::uint64_t alignment, std::
 }
 
 void Pool::publish_live(Block* block) noexcept {
-  set_state(*block, BlockState::live);
   block->live = {};
+  block->state.store(BlockState::live, std::memory_order_release);
   segment_of(*block)->enter(at(*block), block);
 }
 

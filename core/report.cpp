@@ -175,44 +175,80 @@ class LiveList {
   bool complete_ = false;
 };
 
-// The figures of a Usage, one table for both forms.
-struct UsageField {
-  const char* key;
-  const char* text;
-  const Gauge Usage::*gauge;
+// Bytes on one device, all contexts together. Of several contexts on one device the peaks are added: an upper bound.
+struct DeviceBytes {
+  static constexpr int kFigures = 4;
+  static constexpr const char* kKeys[kFigures] = {"requested", "handed_out", "held", "forwarded"};
+  static constexpr const char* kTexts[kFigures] = {"requested by the program, served by the pool", "handed out for it",
+                                                   "held from the driver", "served by the driver itself"};
+  std::uint64_t current[kFigures]{};
+  std::uint64_t peak[kFigures]{};
+
+  DeviceBytes(Shared& shared, int device) noexcept {
+    shared.for_each_context([&](const Context& context) {
+      if (context.device() != device) return;
+      add(0, context.usage().requested);
+      add(1, context.usage().handed_out);
+      add(2, context.usage().held);
+    });
+    add(3, shared.forwarded[static_cast<std::size_t>(device)]);
+  }
+  bool any() const noexcept {
+    return std::any_of(std::begin(peak), std::end(peak), [](std::uint64_t bytes) { return bytes != 0; });
+  }
+
+ private:
+  void add(int figure, const Gauge& gauge) noexcept {
+    current[figure] += gauge.current();
+    peak[figure] += gauge.peak();
+  }
 };
-constexpr UsageField kUsage[] = {{"requested", "requested by the program, served by the pool", &Usage::requested},
-                                 {"handed_out", "handed out for it", &Usage::handed_out},
-                                 {"held", "held from the driver", &Usage::held},
-                                 {"forwarded", "served by the driver itself", &Usage::forwarded}};
+
+// The counters of the process: the contexts' and those that belong to none.
+struct Totals {
+  std::uint64_t served[kApis]{};
+  std::uint64_t forwarded[kApis]{};
+  std::uint64_t wait_ticks = 0;
+#define CUSHION_COUNTER(field, key, text) std::uint64_t field = 0;
+  CUSHION_COUNTERS(CUSHION_COUNTER)
+#undef CUSHION_COUNTER
+
+  explicit Totals(Shared& shared) noexcept {
+    add(shared.counters);
+    shared.for_each_context([&](const Context& context) { add(context.counters()); });
+  }
+  void add(const Counters& from) noexcept {
+    for (int i = 0; i < kApis; ++i) {
+      served[i] += from.served[i].load(std::memory_order_relaxed);
+      forwarded[i] += from.forwarded[i].load(std::memory_order_relaxed);
+    }
+    wait_ticks += from.wait_ticks.load(std::memory_order_relaxed);
+#define CUSHION_COUNTER(field, key, text) field += from.field.load(std::memory_order_relaxed);
+    CUSHION_COUNTERS(CUSHION_COUNTER)
+#undef CUSHION_COUNTER
+  }
+};
 
 struct CounterField {
   const char* key;
   const char* text;
-  const Counter Counters::*counter;
+  const std::uint64_t Totals::*counter;
 };
-#define CUSHION_COUNTER(field, key, text) {key, text, &Counters::field},
+#define CUSHION_COUNTER(field, key, text) {key, text, &Totals::field},
 constexpr CounterField kCounters[] = {CUSHION_COUNTERS(CUSHION_COUNTER)};
 #undef CUSHION_COUNTER
 
-std::uint64_t value(const Counter& counter) noexcept { return counter.load(std::memory_order_relaxed); }
-
-std::uint64_t sum(const Counter (&counters)[kApis]) noexcept {
+std::uint64_t sum(const std::uint64_t (&counters)[kApis]) noexcept {
   std::uint64_t total = 0;
-  for (const Counter& c : counters) total += value(c);
+  for (const std::uint64_t c : counters) total += c;
   return total;
-}
-
-bool used(const Usage& usage) noexcept {
-  return std::any_of(std::begin(kUsage), std::end(kUsage),
-                     [&](const UsageField& f) { return (usage.*f.gauge).peak() != 0; });
 }
 
 class Writer {
  public:
   Writer(Runtime& runtime, const char* how, Patience patience, Out& out) noexcept
       : shared_(runtime.shared()),
-        counters_(shared_.counters),
+        counters_(shared_),
         program_(runtime.program()),
         how_(how),
         now_(ClockPair::now()),
@@ -242,12 +278,12 @@ class Writer {
     out_.raw("},\n  \"devices\": [");
     comma = "\n";
     for (int d = 0; d < Shared::kDevices; ++d) {
-      const Usage& usage = shared_.usage[static_cast<std::size_t>(d)];
-      if (!used(usage)) continue;
+      const DeviceBytes bytes(shared_, d);
+      if (!bytes.any()) continue;
       out_.print("{}    {{\"device\": {}", comma, d);
-      for (const UsageField& f : kUsage) {
-        out_.print(", \"{}\": {{\"current\": {}, \"peak\": {}}}", f.key, (usage.*f.gauge).current(),
-                   (usage.*f.gauge).peak());
+      for (int i = 0; i < DeviceBytes::kFigures; ++i) {
+        out_.print(", \"{}\": {{\"current\": {}, \"peak\": {}}}", DeviceBytes::kKeys[i], bytes.current[i],
+                   bytes.peak[i]);
       }
       out_.raw("}");
       comma = ",\n";
@@ -256,16 +292,16 @@ class Writer {
                sum(counters_.forwarded));
     comma = "";
     for (int i = 0; i < kApis; ++i) {
-      out_.print("{}\"{}\": {{\"served\": {}, \"forwarded\": {}}}", comma, kApiNames[i], value(counters_.served[i]),
-                 value(counters_.forwarded[i]));
+      out_.print("{}\"{}\": {{\"served\": {}, \"forwarded\": {}}}", comma, kApiNames[i], counters_.served[i],
+                 counters_.forwarded[i]);
       comma = ", ";
     }
     out_.raw("}");
-    for (const CounterField& f : kCounters) out_.print(", \"{}\": {}", f.key, value(counters_.*f.counter));
+    for (const CounterField& f : kCounters) out_.print(", \"{}\": {}", f.key, counters_.*f.counter);
     out_.print("}},\n  \"driver\": {{\"version\": {}, \"calls\": {}, \"seconds\": {:.9f}}},\n", shared_.driver.version,
-               value(shared_.driver.calls), tick_.seconds(value(shared_.driver.time)));
-    out_.print("  \"waits\": {{\"count\": {}, \"seconds\": {:.9f}}},\n", waits(),
-               tick_.seconds(value(counters_.wait_ticks)));
+               shared_.driver.calls.load(std::memory_order_relaxed),
+               tick_.seconds(shared_.driver.time.load(std::memory_order_relaxed)));
+    out_.print("  \"waits\": {{\"count\": {}, \"seconds\": {:.9f}}},\n", waits(), tick_.seconds(counters_.wait_ticks));
     out_.print("  \"live_complete\": {},\n  \"live\": [", live_.complete());
     comma = "\n";
     for (const LiveGroup& g : live_) {
@@ -287,25 +323,26 @@ class Writer {
     out_.print("cushion: {} (pid {}) ended by {} after {:.3f} s\n", std::string_view(program_.name).substr(0, 200),
                program_.pid, how_, duration());
     for (int d = 0; d < Shared::kDevices; ++d) {
-      const Usage& usage = shared_.usage[static_cast<std::size_t>(d)];
-      if (!used(usage)) continue;
+      const DeviceBytes bytes(shared_, d);
+      if (!bytes.any()) continue;
       out_.print("  device {}\n", d);
-      for (const UsageField& f : kUsage) {
-        out_.print("    {:<44}  now ", f.text);
-        print_bytes((usage.*f.gauge).current(), 10);
+      for (int i = 0; i < DeviceBytes::kFigures; ++i) {
+        out_.print("    {:<44}  now ", DeviceBytes::kTexts[i]);
+        print_bytes(bytes.current[i], 10);
         out_.raw("  peak ");
-        print_bytes((usage.*f.gauge).peak(), 10);
+        print_bytes(bytes.peak[i], 10);
         out_.raw("\n");
       }
     }
     out_.print("  calls   {} served by the pool, {} passed to the driver\n", sum(counters_.served),
                sum(counters_.forwarded));
     for (const CounterField& f : kCounters) {
-      if (value(counters_.*f.counter) != 0) out_.print("          {} {}\n", value(counters_.*f.counter), f.text);
+      if (counters_.*f.counter != 0) out_.print("          {} {}\n", counters_.*f.counter, f.text);
     }
-    out_.print("  driver  {} calls of Cushion's own, {:.6f} s in them\n", value(shared_.driver.calls),
-               tick_.seconds(value(shared_.driver.time)));
-    out_.print("  waits   {}, {:.6f} s in all\n", waits(), tick_.seconds(value(counters_.wait_ticks)));
+    out_.print("  driver  {} calls of Cushion's own, {:.6f} s in them\n",
+               shared_.driver.calls.load(std::memory_order_relaxed),
+               tick_.seconds(shared_.driver.time.load(std::memory_order_relaxed)));
+    out_.print("  waits   {}, {:.6f} s in all\n", waits(), tick_.seconds(counters_.wait_ticks));
     std::uint64_t blocks = 0;
     std::uint64_t bytes = 0;
     for (const LiveGroup& g : live_) {
@@ -338,7 +375,7 @@ class Writer {
 
  private:
   double duration() const noexcept { return static_cast<double>(now_.ns - program_.loaded.clock.ns) * 1e-9; }
-  std::uint64_t waits() const noexcept { return value(counters_.free_waits) + value(counters_.memory_waits); }
+  std::uint64_t waits() const noexcept { return counters_.free_waits + counters_.memory_waits; }
 
   void print_stream(const LiveGroup& g, std::string_view none, std::string_view quote) noexcept {
     if (g.stream == 0) {
@@ -364,7 +401,7 @@ class Writer {
   }
 
   Shared& shared_;
-  const Counters& counters_;
+  const Totals counters_;
   const Runtime::Program& program_;
   const char* how_;
   ClockPair now_;

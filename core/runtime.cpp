@@ -75,7 +75,7 @@ bool Runtime::start(const char* const* environment, const char* program, const L
   about->options = describe(read.options);
   program_ = about;
   events_ = new std::unordered_map<CUevent, std::pair<Context*, Context::Position>>;
-  for (Shard& shard : foreign_) shard.blocks = new std::unordered_map<CUdeviceptr, ForeignBlock>;
+  foreign_ = new std::unordered_map<CUdeviceptr, ForeignBlock>;
   shared_.options = new Options(std::move(read.options));
 
   log::open(options().log_level, expand_path(options().log_file, about->pid, about->host, about->name));
@@ -272,21 +272,18 @@ void Runtime::forwarded_block(Api api, CUdeviceptr address, std::size_t bytes, C
 }
 
 std::optional<ForeignBlock> Runtime::forget_foreign(CUdeviceptr address) noexcept {
-  Shard& shard = shard_of(address);
-  std::lock_guard lock(shard.mutex);
-  const auto found = shard.blocks->find(address);
-  if (found == shard.blocks->end()) return std::nullopt;
+  std::lock_guard lock(foreign_mutex_);
+  const auto found = foreign_->find(address);
+  if (found == foreign_->end()) return std::nullopt;
   const ForeignBlock block = found->second;
-  shard.blocks->erase(found);
-  shared_.usage[index_of(block.device)].forwarded.subtract(block.size);
+  foreign_->erase(found);
+  shared_.forwarded[index_of(block.device)].subtract(block.size);
   return block;
 }
 
 void Runtime::restore_foreign(CUdeviceptr address, const ForeignBlock& block) noexcept try {
-  Shard& shard = shard_of(address);
-  std::lock_guard lock(shard.mutex);
-  if (shard.blocks->insert_or_assign(address, block).second)
-    shared_.usage[index_of(block.device)].forwarded.add(block.size);
+  std::lock_guard lock(foreign_mutex_);
+  if (foreign_->insert_or_assign(address, block).second) shared_.forwarded[index_of(block.device)].add(block.size);
 } catch (...) {
 }
 
@@ -422,12 +419,11 @@ void Runtime::ended(CUcontext handle) noexcept try {
   shared_.gate.forget(handle);
   shared_.streams.remove_all(handle);
   if (Context* context = find_context(handle)) context->discard();
-  for (Shard& shard : foreign_) {
-    if (shard.blocks == nullptr) continue;
-    std::lock_guard lock(shard.mutex);
-    std::erase_if(*shard.blocks, [&](const auto& entry) {
+  if (foreign_ != nullptr) {
+    std::lock_guard lock(foreign_mutex_);
+    std::erase_if(*foreign_, [&](const auto& entry) {
       if (entry.second.context != handle) return false;
-      shared_.usage[index_of(entry.second.device)].forwarded.subtract(entry.second.size);
+      shared_.forwarded[index_of(entry.second.device)].subtract(entry.second.size);
       return true;
     });
   }

@@ -100,12 +100,9 @@ class Runtime {
 
   template <class Visit>
   bool for_each_foreign(Patience patience, Visit visit) noexcept {
-    for (Shard& shard : foreign_) {
-      if (shard.blocks == nullptr) continue;
-      std::unique_lock lock(shard.mutex, std::defer_lock);
-      if (!lock_within(lock, patience)) return false;
-      for (const auto& [address, block] : *shard.blocks) visit(address, block);
-    }
+    std::unique_lock lock(foreign_mutex_, std::defer_lock);
+    if (!lock_within(lock, patience)) return false;
+    for (const auto& [address, block] : *foreign_) visit(address, block);
     return true;
   }
 
@@ -147,13 +144,8 @@ class Runtime {
   std::unordered_map<CUevent, std::pair<Context*, Context::Position>>* events_ = nullptr;
   std::atomic<int> event_count_{0};  // events_'s size, readable without the lock
 
-  struct Shard {
-    std::mutex mutex;                                                 // protects *blocks; a leaf
-    std::unordered_map<CUdeviceptr, ForeignBlock>* blocks = nullptr;  // made by start()
-  };
-  static constexpr std::size_t kShards = 16;
-  std::array<Shard, kShards> foreign_;
-  Shard& shard_of(CUdeviceptr address) noexcept { return foreign_[(address >> 9) % kShards]; }
+  std::mutex foreign_mutex_;  // protects *foreign_ and shared_.forwarded; a leaf
+  std::unordered_map<CUdeviceptr, ForeignBlock>* foreign_ = nullptr;  // made by start()
 };
 
 // The process's runtime. shared().gate and the flags work from the start, the rest once start() has returned true.

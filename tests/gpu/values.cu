@@ -128,6 +128,7 @@ void kinds() {
   SHOW(cudaMemsetAsync(block, 1, 5000, nullptr));
   SHOW(cudaFreeAsync(block, nullptr));
   SHOW(cudaMallocFromPoolAsync(&block, 5000, pool, nullptr));
+  SHOW(cudaDeviceSynchronize());  // cudaFree of a pool's block does not wait: the fill above could meet unmapped memory
   SHOW(cudaFree(block));
   SHOW(cudaDeviceSynchronize());
   SHOW(cudaMemPoolDestroy(pool));

@@ -104,7 +104,7 @@ class Core {
     context().inspect(Patience::some, [&](const Pool& pool) { good = pool.valid(); });
     return good;
   }
-  Usage& usage() { return shared.usage[0]; }
+  const Usage& usage() { return context().usage(); }
 
   Shared& shared = eternal<Shared>();
 
