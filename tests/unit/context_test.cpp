@@ -37,7 +37,7 @@ TEST_F(ContextTest, SmallBlocksAreAlignedTo512AndBigOnesTo64KiB) {
     EXPECT_EQ(p % (bytes > kMiB ? 64 << 10 : 512), 0u) << bytes;
     blocks.push_back(p);
   }
-  EXPECT_EQ(counters().served[static_cast<int>(Api::malloc)], blocks.size());
+  EXPECT_EQ(core().context().counters().served[static_cast<int>(Api::malloc)], blocks.size());
 }
 
 TEST_F(ContextTest, OneSegmentServesManyBlocks) {
@@ -57,7 +57,7 @@ TEST_F(ContextTest, BytesAreCountedAsRequestedHandedOutAndHeld) {
   EXPECT_EQ(core().usage().requested.current(), 0u);
   EXPECT_EQ(core().usage().handed_out.current(), 0u);
   EXPECT_EQ(core().usage().requested.peak(), 1'001u);
-  EXPECT_EQ(counters().frees_served, 2u);
+  EXPECT_EQ(core().context().counters().frees_served, 2u);
 }
 
 TEST_F(ContextTest, ASecondFreeIsAnInvalidValue) {
@@ -110,7 +110,7 @@ TEST_F(ContextTest, MemoryThatCannotBeSetAsInitSaysIsNotServed) {
 TEST_F(ContextTest, SyncFreeOfAnIdleContextDoesNotWaitAndReuseIsImmediate) {
   const CUdeviceptr p = core().Malloc(kSegment);
   CHECK_CU(0, core().Free(p));
-  EXPECT_EQ(counters().free_waits, 0u);
+  EXPECT_EQ(core().context().counters().free_waits, 0u);
   EXPECT_EQ(core().Malloc(kSegment), p);
 }
 
@@ -124,7 +124,7 @@ TEST_F(ContextTest, SyncFreeWaitsForEveryStreamOfItsContext) {
   gate.Open();
   CHECK_CU(0, freed.get());
   EXPECT_FALSE(s.Busy());
-  EXPECT_EQ(counters().free_waits, 1u);
+  EXPECT_EQ(core().context().counters().free_waits, 1u);
   EXPECT_EQ(core().Malloc(kSegment), p);
 }
 
@@ -156,7 +156,7 @@ TEST_F(ContextTest, DeferredFreeReturnsAtOnceAndReuseWaitsForTheWholeContext) {
   gate.Open();
   s.Finish();
   EXPECT_EQ(core().Malloc(kSegment), p);
-  EXPECT_EQ(counters().free_waits, 0u);
+  EXPECT_EQ(core().context().counters().free_waits, 0u);
 }
 
 TEST_F(ContextTest, FreeOfAStreamOrderedBlockDoesNotWaitAndGoesThroughAFence) {
