@@ -61,7 +61,10 @@ class Core {
   // To be set before the first use of context().
   Options& options() { return options_; }
   Context& context() {
-    if (context_ == nullptr) context_ = &Add(0);
+    if (context_ == nullptr) {
+      shared.noticeable_wait = 1'000'000;  // ticks: about half a millisecond, beside holds of tens of them
+      context_ = &Add(0);
+    }
     return *context_;
   }
   // The Context of the current CUDA context.
