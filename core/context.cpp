@@ -210,11 +210,9 @@ Block* Context::search(const Need& need, const Request& request) {
     if (Block* block = try_take(need, request)) return block;
   }
   CUresult why = CUDA_SUCCESS;
-  bool over_max = false;
   Block* block = grow(need, request, false, why);
-  over_max = why == CUDA_SUCCESS;
   if (block == nullptr && request.stream != nullptr) block = steal(need, request);
-  if (block != nullptr || over_max || why != CUDA_ERROR_OUT_OF_MEMORY) return block;
+  if (block != nullptr || why != CUDA_ERROR_OUT_OF_MEMORY) return block;
 
   // Out of memory. Wait for freed blocks only where they could help, and never while a capture is open.
   std::uint64_t pool_free = 0;
@@ -401,24 +399,25 @@ bool Context::fill(const Block& block, const Request& request) noexcept {
 // ---- free --------------------------------------------------------------------------------------------------------
 
 CUresult Context::free(Block* block, std::uint64_t address) noexcept try {
+  // Before the claim: a reset after it must be noticed, since it recycles the record.
+  const std::uint64_t generation = events_.generation();
   if (!claim(*block, address)) return CUDA_ERROR_INVALID_VALUE;
   const bool fenced = context_fences();
   const bool peers = shared_.peers.load(std::memory_order_relaxed);
-  const std::uint64_t generation = events_.generation();
   const std::uint64_t stamp = fences_.stamp();
   // Natively cudaFree of a stream-ordered block does not wait. Deferred frees need context fences to come back.
   const bool waits = block->api != Api::malloc_async && (options().free == FreeMode::sync || !fenced);
   std::uint64_t taken = 0;
   const CUresult result = broken() != CUDA_SUCCESS ? broken() : waits ? wait_for_context(taken) : CUDA_SUCCESS;
+  const bool served = !peers || fenced;
+  const bool clean = waits && result == CUDA_SUCCESS && (!served || !peers || peers_idle());
+  std::vector<CUdeviceptr> back;
+  std::unique_lock lock(mutex_);
+  if (generation != events_.generation()) return result;  // reset meanwhile: the block is gone
   if (result != CUDA_SUCCESS) {
     unclaim(*block);
     return result;
   }
-  const bool served = !peers || fenced;
-  const bool clean = waits && (!served || !peers || peers_idle());
-  std::vector<CUdeviceptr> back;
-  std::unique_lock lock(mutex_);
-  if (generation != events_.generation()) return result;  // reset meanwhile: the block is gone
   account_free(*block);
   if (taken > shared_.noticeable_wait) {
     bump(counters_.free_waits);
@@ -432,7 +431,7 @@ CUresult Context::free(Block* block, std::uint64_t address) noexcept try {
     pool_.give(block, *pending_, fences_.next_stamp());
   }
   lock.unlock();
-  give_back(std::move(back));
+  give_back(back);
   return CUDA_SUCCESS;
 } catch (...) {
   return CUDA_ERROR_OUT_OF_MEMORY;
@@ -536,7 +535,7 @@ CUresult Context::native_wait(std::uint64_t& taken) {
       back = detach_unused(0);
     }
     if (back.empty()) break;
-    give_back(std::move(back));
+    give_back(back);
     take_spare();
     result = CUDA_SUCCESS;
     break;
@@ -888,7 +887,7 @@ std::uint64_t Context::release_unused(std::uint64_t keep) {
     if (context_fences()) fences_.completed(fence.stamp);
     back = detach_unused(keep);
   }
-  return give_back(std::move(back));
+  return give_back(back);
 }
 
 std::vector<CUdeviceptr> Context::detach_unused(std::uint64_t keep) {
@@ -910,7 +909,7 @@ std::vector<CUdeviceptr> Context::detach_unused(std::uint64_t keep) {
   return back;
 }
 
-std::uint64_t Context::give_back(std::vector<CUdeviceptr> segments) noexcept {
+std::uint64_t Context::give_back(const std::vector<CUdeviceptr>& segments) noexcept {
   if (segments.empty()) return 0;
   for (CUdeviceptr address : segments) note(driver().call(driver().cuMemFree_v2, address));
   count(shared_.counters.releases, segments.size());

@@ -8,6 +8,8 @@
 #include <cstdio>
 #include <memory>
 
+#include "core/format.h"
+
 namespace cushion::log {
 
 constinit std::atomic<int> level{0};
@@ -39,10 +41,9 @@ spdlog::level::level_enum spd(LogLevel at) noexcept {
 
 void complain(std::string_view message) noexcept {
   char line[1024];
-  const auto end = fmt::format_to_n(line, sizeof line - 1, "cushion: {}", message);
-  *end.out = '\n';
-  const auto length = static_cast<std::size_t>(end.out - line) + 1;
-  [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, line, length);
+  const std::string_view text = format_into(line, "cushion: {}", message.substr(0, sizeof line - 16));
+  line[text.size()] = '\n';
+  [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, line, text.size() + 1);
 }
 
 void open(LogLevel wanted, const std::string& file) noexcept {
@@ -53,7 +54,8 @@ void open(LogLevel wanted, const std::string& file) noexcept {
       try {
         sink = std::make_shared<spdlog::sinks::basic_file_sink_mt>(file);
       } catch (const spdlog::spdlog_ex& e) {
-        complain(fmt::format("CUSHION_LOG_FILE: {}; logging to stderr", e.what()));
+        char text[512];
+        complain(format_into(text, "CUSHION_LOG_FILE: {}; logging to stderr", e.what()));
       }
     }
     if (!sink) sink = std::make_shared<spdlog::sinks::stderr_sink_mt>();

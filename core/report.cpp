@@ -10,6 +10,7 @@
 #include <cstring>
 #include <string_view>
 
+#include "core/format.h"
 #include "core/log.h"
 #include "core/runtime.h"
 
@@ -33,12 +34,7 @@ class Out {
   template <class... Args>
   void print(fmt::string_view format, const Args&... args) noexcept {
     char line[512];
-    try {
-      const auto end = fmt::vformat_to_n(line, sizeof line, format, fmt::make_format_args(args...));
-      raw({line, std::min(end.size, sizeof line)});
-    } catch (...) {
-      error_ = EINVAL;
-    }
+    raw(format_into(line, format, args...));
   }
   // A JSON string. Bytes that are not UTF-8 are written as the code points of the same number.
   void quoted(std::string_view text) noexcept {
@@ -395,9 +391,9 @@ class Writer {
       ++unit;
     }
     char digits[32];
-    const auto end = unit == 0 ? fmt::format_to_n(digits, sizeof digits, "{} B", bytes)
-                               : fmt::format_to_n(digits, sizeof digits, "{:.2f} {}", shown, kUnits[unit]);
-    out_.print("{:>{}}", std::string_view(digits, end.size), width);
+    const std::string_view text =
+        unit == 0 ? format_into(digits, "{} B", bytes) : format_into(digits, "{:.2f} {}", shown, kUnits[unit]);
+    out_.print("{:>{}}", text, width);
   }
 
   Shared& shared_;
@@ -417,10 +413,9 @@ bool is_special_file(const char* path) noexcept {
 
 void complain_of(const char* what, const char* path, int error) noexcept {
   char line[800];
-  const auto end =
-      fmt::format_to_n(line, sizeof line, "CUSHION_REPORT: {} {}: {}", what, std::string_view(path).substr(0, 500),
-                       strerrordesc_np(error) != nullptr ? strerrordesc_np(error) : "error");
-  log::complain({line, std::min(end.size, sizeof line)});
+  const char* reason = strerrordesc_np(error);
+  log::complain(format_into(line, "CUSHION_REPORT: {} {}: {}", what, std::string_view(path).substr(0, 500),
+                            reason != nullptr ? reason : "error"));
 }
 
 bool make_parents(const std::string& path) {

@@ -16,7 +16,7 @@ namespace {
 // Constant-initialised, and never destroyed: calls come before main and after exit.
 union Eternal {
   constexpr Eternal() : runtime{} {}
-  ~Eternal() {}
+  ~Eternal() {}  // NOLINT(modernize-use-equals-default): a default would be deleted
   Runtime runtime;
 };
 constinit Eternal g_eternal;
