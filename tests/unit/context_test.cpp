@@ -754,6 +754,21 @@ TEST_F(ContextTest, AnEventOfAResetContextIsNotRecordedAgain) {
   driver().DevicePrimaryCtxRelease(0);
 }
 
+TEST_F(ContextTest, AFreeThatAResetFailsTouchesNothing) {
+  const CUdeviceptr p = core().Malloc(1'000);
+  g_meanwhile = [&] {
+    core().context().discard();
+    core().context().revive();
+    EXPECT_NE(core().Malloc(1'000), 0u);  // the block's record serves again, for another block
+  };
+  core().shared.driver.cuEventSynchronize = [](CUevent) {
+    meanwhile();
+    return CUDA_ERROR_CONTEXT_IS_DESTROYED;
+  };
+  CHECK_CU(CUDA_ERROR_CONTEXT_IS_DESTROYED, core().Free(p));
+  EXPECT_TRUE(core().valid());
+}
+
 // ---- a driver that answers errors --------------------------------------------------------------------------------
 
 TEST_F(ContextTest, AnErrorFromAFenceMakesNothingClean) {
