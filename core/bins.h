@@ -1,12 +1,14 @@
 // Bins: the free blocks of one heap, by size, in two levels: a power of two and 32 steps within it, with a bitmap
 // over each level. Finding the smallest bin that can serve a request is two bit scans whatever the number of
-// blocks; within a bin (3 % wide) the best of the first few fitting blocks is taken. Metadata only: device memory
-// is never touched. Not thread safe: the pool's lock protects it.
+// blocks; within a bin (3 % wide) the best of the first few blocks is taken. Only when none of those serves, because of
+// alignment or age, is every block looked at. Metadata only: device memory is never touched. Not thread safe: the
+// pool's lock protects it.
 #pragma once
 
 #include <array>
 #include <bit>
 #include <cstdint>
+#include <limits>
 
 #include "core/block.h"
 
@@ -42,18 +44,8 @@ class Bins {
 
   // The block to serve `size` bytes aligned to `alignment` from, freed no later than `stamp`; null if there is none.
   Block* find(std::uint64_t size, std::uint64_t alignment, std::uint64_t stamp) const noexcept {
-    for (unsigned bin = next_used(bin_of(size)); bin < kBins; bin = next_used(bin + 1)) {
-      Block* best = nullptr;
-      int looked_at = 0;
-      for (Block* block = heads_[bin]; block != nullptr; block = block->idle.next) {
-        if (fits(*block, size, alignment) && block->idle.stamp <= stamp) {
-          if (best == nullptr || block->size < best->size) best = block;
-          if (best->size == size || ++looked_at == kLooks) break;
-        }
-      }
-      if (best != nullptr) return best;
-    }
-    return nullptr;
+    Block* found = find(size, alignment, stamp, kLooks);
+    return found != nullptr ? found : find(size, alignment, stamp, kAllLooks);
   }
 
   // Calls visit(block) for every block; visit may remove that block.
@@ -78,11 +70,27 @@ class Bins {
   }
 
  private:
+  // The same with at most `looks` blocks of a bin looked at.
+  Block* find(std::uint64_t size, std::uint64_t alignment, std::uint64_t stamp, int looks) const noexcept {
+    for (unsigned bin = next_used(bin_of(size)); bin < kBins; bin = next_used(bin + 1)) {
+      Block* best = nullptr;
+      int left = looks;
+      for (Block* block = heads_[bin]; block != nullptr && left-- > 0; block = block->idle.next) {
+        if (!fits(*block, size, alignment) || block->idle.stamp > stamp) continue;
+        if (best == nullptr || block->size < best->size) best = block;
+        if (best->size == size) break;
+      }
+      if (best != nullptr) return best;
+    }
+    return nullptr;
+  }
+
   static constexpr unsigned kColumnBits = 5;
   static constexpr unsigned kColumns = 1u << kColumnBits;
   static constexpr unsigned kRows = 36;  // up to 2^40 units of 512 bytes
   static constexpr unsigned kBins = kRows * kColumns;
-  static constexpr int kLooks = 8;
+  static constexpr int kLooks = 16;
+  static constexpr int kAllLooks = std::numeric_limits<int>::max();
 
   // Sizes below 32 units have a bin each; above, the bin's first five bits after the leading one name the column.
   static unsigned bin_of(std::uint64_t size) noexcept {

@@ -308,26 +308,25 @@ Block* Context::grow(const Need& need, const Request& request, bool exact, CUres
   bool added = false;
   {
     std::lock_guard lock(mutex_);
-    if (generation == events_.generation()) {
-      promised_ -= promised;
-      --growing_;
-      if (result != CUDA_SUCCESS) {
-        pressure_ = pressure_ || result == CUDA_ERROR_OUT_OF_MEMORY;
-        return nullptr;
-      }
-      added = address % kPage == 0 && pool_.add(address, want, *clean_);
-      if (added) {
-        pressure_ = false;
-        usage_.held.add(want);
-        count(shared_.counters.grows);
-        block = try_take(need, request);
-      }
+    if (generation != events_.generation()) return nullptr;  // reset meanwhile: what the address is now is not ours
+    promised_ -= promised;
+    --growing_;
+    if (result != CUDA_SUCCESS) {
+      pressure_ = pressure_ || result == CUDA_ERROR_OUT_OF_MEMORY;
+      return nullptr;
+    }
+    added = address % kPage == 0 && pool_.add(address, want, *clean_);
+    if (added) {
+      pressure_ = false;
+      usage_.held.add(want);
+      count(shared_.counters.grows);
+      block = try_take(need, request);
     }
   }
   if (added) {
     take_spare();
     log::debug("device {}: segment of {} bytes at {:#x}", device_, want, address);
-  } else if (result == CUDA_SUCCESS) {  // the context was reset meanwhile, or the host is out of memory
+  } else {  // the host is out of memory
     driver().call(driver().cuMemFree_v2, address);
   }
   return block;
@@ -431,7 +430,7 @@ CUresult Context::free(Block* block, std::uint64_t address) noexcept try {
     pool_.give(block, *pending_, fences_.next_stamp());
   }
   lock.unlock();
-  give_back(back);
+  give_back(back, generation);
   return CUDA_SUCCESS;
 } catch (...) {
   return CUDA_ERROR_OUT_OF_MEMORY;
@@ -530,12 +529,14 @@ CUresult Context::native_wait(std::uint64_t& taken) {
       continue;
     }
     std::vector<CUdeviceptr> back;
+    std::uint64_t generation = 0;
     {
       std::lock_guard lock(mutex_);
+      generation = events_.generation();
       back = detach_unused(0);
     }
     if (back.empty()) break;
-    give_back(back);
+    give_back(back, generation);
     take_spare();
     result = CUDA_SUCCESS;
     break;
@@ -887,7 +888,7 @@ std::uint64_t Context::release_unused(std::uint64_t keep) {
     if (context_fences()) fences_.completed(fence.stamp);
     back = detach_unused(keep);
   }
-  return give_back(back);
+  return give_back(back, generation);
 }
 
 std::vector<CUdeviceptr> Context::detach_unused(std::uint64_t keep) {
@@ -909,8 +910,8 @@ std::vector<CUdeviceptr> Context::detach_unused(std::uint64_t keep) {
   return back;
 }
 
-std::uint64_t Context::give_back(const std::vector<CUdeviceptr>& segments) noexcept {
-  if (segments.empty()) return 0;
+std::uint64_t Context::give_back(const std::vector<CUdeviceptr>& segments, std::uint64_t generation) noexcept {
+  if (segments.empty() || generation != events_.generation()) return 0;
   for (CUdeviceptr address : segments) note(driver().call(driver().cuMemFree_v2, address));
   count(shared_.counters.releases, segments.size());
   log::debug("device {}: {} segments went back to the driver", device_, segments.size());

@@ -157,7 +157,7 @@ class Context {
   CUresult native_wait(std::uint64_t& ticks_taken);       // by freeing a small spare allocation
   void take_spare() noexcept;
   std::uint64_t release_unused(std::uint64_t keep);  // the number of segments given back
-  std::uint64_t give_back(const std::vector<CUdeviceptr>& segments) noexcept;
+  std::uint64_t give_back(const std::vector<CUdeviceptr>& segments, std::uint64_t generation) noexcept;
   bool context_fences() const noexcept;
 
   Shared& shared_;
