@@ -2,7 +2,7 @@
 // cache line each, and exist whether or not tracking is on, so that tracking can be switched at any time.
 //
 // Invariant: the blocks of a segment, linked by `lower` and `upper`, cover it without gap or overlap; two neighbours
-// that are both free in the same heap and not evented are one block. A block is protected by its pool's lock; only
+// that are both free in the same heap and not evented are one block. A block is protected by its context's lock; only
 // `address` and `state` may be read without it (to refuse a foreign pointer early), and then prove nothing.
 #pragma once
 

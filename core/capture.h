@@ -1,9 +1,9 @@
 // Capture gate: whether a stream capture is open anywhere in the process, known without a race.
 //
 // Invariant: cuCtxRecordEvent is never called while a capture is open (it would invalidate it, contract §4). The
-// gate is held shared around that one call, never around anything that blocks, and exclusively around every form of
-// begin capture. Open captures are a set of streams asked with cuStreamIsCapturing, not a counter, because a failed
-// end leaves a capture open and a destroyed stream takes its capture with it.
+// gate is held shared around that call, and around touching the legacy stream; never around anything that blocks, and
+// exclusively around every form of begin capture. Open captures are a set of streams asked with cuStreamIsCapturing,
+// not a counter, because a failed end leaves a capture open and a destroyed stream takes its capture with it.
 //
 // Order: enter() raises `recorders_` and then reads `closed_`; begin() raises `closed_` and then waits for `recorders_`
 // to reach zero. Both are sequentially consistent, so of a recorder and a beginner at the same time at least one sees
@@ -64,7 +64,7 @@ class CaptureGate {
     return open.stream == stream && (open.thread == 0 || open.thread == thread);
   }
 
-  std::atomic<int> recorders_{0};  // threads inside cuCtxRecordEvent
+  std::atomic<int> recorders_{0};  // threads between enter() and leave()
   std::atomic<int> closed_{0};     // captures open, plus beginners
   std::mutex mutex_;               // protects open_; held across cuStreamIsCapturing, which never blocks
   std::vector<Open> open_;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <thread>
+#include <utility>
 
 #include "core/log.h"
 #include "core/thread.h"
@@ -162,12 +163,20 @@ void Context::account_free(const Block& block) noexcept {
 }
 
 bool Context::claim(Block& block, std::uint64_t address) noexcept {
-  // Acquire: who claims sees the block as it was handed out. A record that was recycled meanwhile has another address.
-  BlockState live = BlockState::live;
-  if (!block.state.compare_exchange_strong(live, BlockState::freeing, std::memory_order_acq_rel)) return false;
-  if (block.address.load(std::memory_order_relaxed) == address) return true;
-  unclaim(block);
-  return false;
+  if (block.state.load(std::memory_order_relaxed) != BlockState::live ||
+      block.address.load(std::memory_order_relaxed) != address) {
+    return false;
+  }
+  block.state.store(BlockState::freeing, std::memory_order_relaxed);
+  return true;
+}
+
+void Context::unclaim(Block& block, std::uint64_t address) noexcept {
+  std::lock_guard lock(mutex_);
+  if (block.state.load(std::memory_order_relaxed) == BlockState::freeing &&
+      block.address.load(std::memory_order_relaxed) == address) {
+    block.state.store(BlockState::live, std::memory_order_relaxed);
+  }
 }
 
 bool Context::allocate(const Request& request, CUdeviceptr* out) noexcept {
@@ -180,6 +189,7 @@ bool Context::allocate(const Request& request, CUdeviceptr* out) noexcept {
   try {
     Block* block = nullptr;
     bool untidy = false;
+    const std::uint64_t generation = events_.generation();
     {
       std::lock_guard lock(mutex_);
       block = try_take(need, request);
@@ -191,6 +201,7 @@ bool Context::allocate(const Request& request, CUdeviceptr* out) noexcept {
     *out = block->address.load(std::memory_order_relaxed);
     if (options().init != InitMode::none && !fill(*block, request)) {
       std::lock_guard lock(mutex_);  // what it promised cannot be kept: the driver's memory is zero at least
+      if (generation != events_.generation()) return false;
       bump(counters_.served[static_cast<int>(request.api)], ~std::uint64_t{0});
       account_free(*block);
       bump(counters_.frees_served, ~std::uint64_t{0});
@@ -327,6 +338,7 @@ Block* Context::grow(const Need& need, const Request& request, bool exact, CUres
     take_spare();
     log::debug("device {}: segment of {} bytes at {:#x}", device_, want, address);
   } else {  // the host is out of memory
+    RelaxedCaptureMode relaxed(driver());
     driver().call(driver().cuMemFree_v2, address);
   }
   return block;
@@ -398,41 +410,54 @@ bool Context::fill(const Block& block, const Request& request) noexcept {
 // ---- free --------------------------------------------------------------------------------------------------------
 
 CUresult Context::free(Block* block, std::uint64_t address) noexcept try {
-  // Before the claim: a reset after it must be noticed, since it recycles the record.
-  const std::uint64_t generation = events_.generation();
-  if (!claim(*block, address)) return CUDA_ERROR_INVALID_VALUE;
   const bool fenced = context_fences();
+  std::uint64_t generation = 0;
+  std::uint64_t stamp = 0;
+  {
+    std::lock_guard lock(mutex_);
+    if (!claim(*block, address)) return CUDA_ERROR_INVALID_VALUE;
+    // Natively cudaFree of a stream-ordered block does not wait. Deferred frees need context fences to come back.
+    if (broken() == CUDA_SUCCESS && fenced &&
+        (block->api == Api::malloc_async || options().free == FreeMode::deferred)) {
+      account_free(*block);
+      pool_.give(block, *pending_, fences_.next_stamp());
+      return CUDA_SUCCESS;
+    }
+    generation = events_.generation();
+    stamp = fences_.stamp();
+  }
+  // After the stamp: whoever made peers true before a free that the stamp covers is seen here.
   const bool peers = shared_.peers.load(std::memory_order_relaxed);
-  const std::uint64_t stamp = fences_.stamp();
-  // Natively cudaFree of a stream-ordered block does not wait. Deferred frees need context fences to come back.
-  const bool waits = block->api != Api::malloc_async && (options().free == FreeMode::sync || !fenced);
+  const bool waits = block->api != Api::malloc_async;  // else pending, until something waits for the context
   std::uint64_t taken = 0;
   const CUresult result = broken() != CUDA_SUCCESS ? broken() : waits ? wait_for_context(taken) : CUDA_SUCCESS;
-  const bool served = !peers || fenced;
-  const bool clean = waits && result == CUDA_SUCCESS && (!served || !peers || peers_idle());
-  std::vector<CUdeviceptr> back;
-  std::unique_lock lock(mutex_);
-  if (generation != events_.generation()) return result;  // reset meanwhile: the block is gone
   if (result != CUDA_SUCCESS) {
-    unclaim(*block);
+    unclaim(*block, address);
     return result;
   }
-  account_free(*block);
-  if (taken > shared_.noticeable_wait) {
-    bump(counters_.free_waits);
-    bump(counters_.wait_ticks, taken);
+  const bool unserved = peers && !fenced;  // nothing is handed out any more: memory goes where it goes natively
+  const bool clean = waits && (unserved || !peers || peers_idle());
+  std::vector<CUdeviceptr> back;
+  {
+    std::lock_guard lock(mutex_);
+    if (generation != events_.generation()) return result;  // reset meanwhile: the block is gone
+    account_free(*block);
+    if (taken > shared_.noticeable_wait) {
+      bump(counters_.free_waits);
+      bump(counters_.wait_ticks, taken);
+    }
+    if (clean) {
+      if (!unserved) fences_.completed(stamp);
+      pool_.give(block, *clean_, stamp);
+      if (unserved && !shared_.gate.may_be_open()) back = detach_unused(0);
+    } else {
+      pool_.give(block, *pending_, fences_.next_stamp());
+    }
   }
-  if (clean) {
-    if (served) fences_.completed(stamp);
-    pool_.give(block, *clean_, stamp);
-    if (!served) back = detach_unused(0);  // nothing is handed out any more: the memory goes where it goes natively
-  } else {
-    pool_.give(block, *pending_, fences_.next_stamp());
-  }
-  lock.unlock();
   give_back(back, generation);
   return CUDA_SUCCESS;
-} catch (...) {
+} catch (...) {  // no host memory
+  unclaim(*block, address);
   return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
@@ -465,7 +490,11 @@ CUresult Context::free_async(Block* block, std::uint64_t address, const StreamId
           on_stream(stream.handle, [&](CUstream s) { return driver().call(driver().cuEventRecord, event.event, s); });
     }
   }
-  if (is_sticky(result)) stream_context.note(result);
+  if (is_sticky(result)) {
+    stream_context.note(result);
+    unclaim(*block, address);
+    return result;
+  }
   std::lock_guard lock(mutex_);
   if (generation != events_.generation()) return CUDA_SUCCESS;
   if (result == CUDA_SUCCESS && evented_.size() < evented_.capacity()) {
@@ -483,7 +512,8 @@ CUresult Context::free_async(Block* block, std::uint64_t address, const StreamId
   account_free(*block);
   pool_.give(block, *heap, fences_.next_stamp());
   return CUDA_SUCCESS;
-} catch (...) {
+} catch (...) {  // no host memory
+  unclaim(*block, address);
   return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
@@ -515,53 +545,68 @@ CUresult Context::wait_for_context(std::uint64_t& taken) {
 }
 
 CUresult Context::native_wait(std::uint64_t& taken) {
-  RelaxedCaptureMode relaxed(driver());
   CurrentContext current(driver(), handle_);
-  spare_users_.fetch_add(1, std::memory_order_relaxed);
   CUdeviceptr spare = 0;
   CUresult result = CUDA_SUCCESS;
-  while ((spare = spare_.exchange(0, std::memory_order_relaxed)) == 0) {
-    result = driver().call(driver().cuMemAlloc_v2, &spare, std::size_t{1});
-    if (result != CUDA_ERROR_OUT_OF_MEMORY) break;
-    // The device is full. Another waiter will bring the spare back; else an unused segment is as good to free.
-    if (spare_users_.load(std::memory_order_relaxed) > 1) {
-      std::this_thread::yield();
-      continue;
-    }
-    std::vector<CUdeviceptr> back;
-    std::uint64_t generation = 0;
+  for (;;) {
+    bool another_has_it = false;
     {
       std::lock_guard lock(mutex_);
-      generation = events_.generation();
-      back = detach_unused(0);
+      spare = std::exchange(spare_, 0);
+      another_has_it = spare_users_ != 0;
+      if (spare != 0) ++spare_users_;
     }
-    if (back.empty()) break;
-    give_back(back, generation);
-    take_spare();
-    result = CUDA_SUCCESS;
-    break;
+    if (spare != 0) break;
+    result = driver().call(driver().cuMemAlloc_v2, &spare, std::size_t{1});
+    if (result == CUDA_SUCCESS) {
+      std::lock_guard lock(mutex_);
+      ++spare_users_;
+      break;
+    }
+    if (result != CUDA_ERROR_OUT_OF_MEMORY) return result;
+    // The device is full. An unused segment is as good to free; else whoever has the spare will bring it back.
+    std::vector<CUdeviceptr> segment;
+    {
+      std::lock_guard lock(mutex_);
+      if (pool_.unused() != 0) segment = detach_unused(pool_.unused() - 1);
+      if (!segment.empty()) ++spare_users_;
+    }
+    if (!segment.empty()) {
+      spare = segment.back();
+      segment.pop_back();
+      give_back(segment, generation());
+      break;
+    }
+    if (!another_has_it) return result;
+    std::this_thread::yield();
   }
-  if (spare != 0 &&
-      (result == CUDA_SUCCESS || result == CUDA_ERROR_OUT_OF_MEMORY)) {  // out of memory, then brought back
-    const std::uint64_t start = ticks();
-    result = driver().call(driver().cuMemFree_v2, spare);
-    taken = ticks() - start;
-    take_spare();
-  }
-  spare_users_.fetch_sub(1, std::memory_order_relaxed);
+  const std::uint64_t start = ticks();
+  result = driver().call(driver().cuMemFree_v2, spare);
+  taken = ticks() - start;
   note(result);
+  take_spare();
+  std::lock_guard lock(mutex_);
+  --spare_users_;
   return result;
 }
 
-void Context::take_spare() noexcept {
-  if (spare_.load(std::memory_order_relaxed) != 0) return;
+void Context::take_spare() {
+  std::uint64_t generation = 0;
+  {
+    std::lock_guard lock(mutex_);
+    if (spare_ != 0) return;
+    generation = events_.generation();
+  }
   RelaxedCaptureMode relaxed(driver());
   CurrentContext current(driver(), handle_);
   CUdeviceptr fresh = 0;
   if (driver().call(driver().cuMemAlloc_v2, &fresh, std::size_t{1}) != CUDA_SUCCESS) return;
-  CUdeviceptr none = 0;
-  if (!spare_.compare_exchange_strong(none, fresh, std::memory_order_relaxed))
-    driver().call(driver().cuMemFree_v2, fresh);
+  {
+    std::lock_guard lock(mutex_);
+    if (generation != events_.generation()) return;  // reset meanwhile: what the address is now is not ours
+    if (spare_ == 0) std::swap(spare_, fresh);
+  }
+  if (fresh != 0) driver().call(driver().cuMemFree_v2, fresh);  // another thread was first
 }
 
 bool Context::record_fence(Fence& fence) {
@@ -595,10 +640,10 @@ bool Context::record_fence(Fence& fence) {
   return complete;
 }
 
-bool Context::is_complete(const std::vector<FenceEvent>& events) noexcept {
+bool Context::is_complete(std::span<const FenceEvent> events) noexcept {
   return std::all_of(events.begin(), events.end(), [&](const FenceEvent& e) {
     const CUresult result = e.query(driver());
-    if (is_sticky(result)) note(result);
+    if (e.pool == &events_) note(result);  // another context's error is its own
     return result == CUDA_SUCCESS;
   });
 }
@@ -663,14 +708,16 @@ void Context::poll_evented() {
     }
   }
   if (asked.empty()) return;
-  for (Evented& e : asked) e.being_queried = !is_complete({e.event});  // from here: still busy
+  std::vector<bool> complete;
+  for (const Evented& e : asked) complete.push_back(is_complete({&e.event, 1}));
   std::lock_guard lock(mutex_);
   if (generation != events_.generation()) return;
-  for (const Evented& e : asked) {
+  for (std::size_t i = 0; i < asked.size(); ++i) {
+    const Evented& e = asked[i];
     const auto at =
         std::find_if(evented_.begin(), evented_.end(), [&](const Evented& other) { return other.block == e.block; });
     at->being_queried = false;
-    if (e.being_queried) continue;
+    if (!complete[i]) continue;
     pool_.settle_evented(at->block, *clean_);
     at->event.release();
     evented_.erase(at);
@@ -830,7 +877,6 @@ void Context::stream_going(const StreamIdentity& stream) {
 
 void Context::discard() {
   std::lock_guard lock(mutex_);
-  events_.discard();
   pool_.for_each_live([&](const Block& block) {
     count(shared_.counters.reset_blocks);
     count(shared_.counters.reset_bytes, block.live.requested);
@@ -840,11 +886,12 @@ void Context::discard() {
   usage_.held.subtract(pool_.held());
   evented_.clear();
   farewells_.clear();
-  spare_.store(0, std::memory_order_relaxed);
+  spare_ = 0;
   shared_.stream_heaps.fetch_sub(static_cast<int>(stream_heaps_.size()), std::memory_order_relaxed);
   stream_heaps_.clear();
   pool_.abandon();
   fences_.abandon();
+  events_.discard();  // a new generation begins only when nothing of the old one is left
   clean_ = pool_.make_heap(Order::clean);
   pending_ = pool_.make_heap(Order::pending);
   promised_ = 0;
@@ -912,6 +959,7 @@ std::vector<CUdeviceptr> Context::detach_unused(std::uint64_t keep) {
 
 std::uint64_t Context::give_back(const std::vector<CUdeviceptr>& segments, std::uint64_t generation) noexcept {
   if (segments.empty() || generation != events_.generation()) return 0;
+  RelaxedCaptureMode relaxed(driver());
   for (CUdeviceptr address : segments) note(driver().call(driver().cuMemFree_v2, address));
   count(shared_.counters.releases, segments.size());
   log::debug("device {}: {} segments went back to the driver", device_, segments.size());

@@ -2,8 +2,8 @@
 // may have them (heap.h), when are they clean (fence.h). Its functions are the product's allocation and free paths.
 //
 // Locks: one mutex a context, held for list and bit operations only, never across a driver call, and never two
-// contexts' at once. Every function that leaves it for a driver call looks at `generation_` when it returns: a reset
-// in between has discarded everything.
+// contexts' at once. Every function that leaves it for a driver call looks at the generation (EventPool's) when it
+// returns: a reset in between has discarded everything.
 //
 // How an allocation is served, in this order (contract §3 and §6; the first that succeeds):
 //   1. the stream's own freed blocks, clean blocks, blocks that the program has ordered before the stream
@@ -18,6 +18,7 @@
 #include <atomic>
 #include <cstdint>
 #include <mutex>
+#include <span>
 #include <unordered_map>
 #include <vector>
 
@@ -58,7 +59,7 @@ class Context {
   CUresult free_async(Block* block, std::uint64_t address, const StreamIdentity& stream,
                       Context& stream_context) noexcept;
 
-  // The program's events (EventOrder): a heap's place now, and an order that the program made.
+  // The program's events: a heap's place now, and an order that the program made.
   struct Position {
     std::uint64_t serial = 0;  // 0: no stream-ordered block was ever freed there
     std::uint64_t stamp = 0;
@@ -134,9 +135,10 @@ class Context {
   std::uint64_t newest_free() const noexcept;
   void account_free(const Block& block) noexcept;
 
-  // Takes a live block for one free alone: of two frees of one pointer a single one wins, with or without the lock.
+  // Takes a live block for one free alone: of two frees of one pointer a single one wins. What a free does without the
+  // lock after that is good only if the generation, read with the claim, is still the same: a reset recycles the
+  // record.
   static bool claim(Block& block, std::uint64_t address) noexcept;
-  static void unclaim(Block& block) noexcept { block.state.store(BlockState::live, std::memory_order_release); }
 
   // These want it released. Those without noexcept keep lists in host memory; their callers' callers catch.
   Block* search(const Need& need, const Request& request);
@@ -147,7 +149,8 @@ class Context {
   CUresult on_stream(CUstream stream, Call call) noexcept;
   bool fill(const Block& block, const Request& request) noexcept;
   bool record_fence(Fence& fence);  // fills fence.events; false, and none taken, if there can be no fence now
-  bool is_complete(const std::vector<FenceEvent>& events) noexcept;
+  bool is_complete(std::span<const FenceEvent> events) noexcept;
+  void unclaim(Block& block, std::uint64_t address) noexcept;  // the free failed: the block is live again
   bool peers_idle();
   void poll();  // asks the fences, takes a new one if frees lack one, cleans up
   void poll_evented();
@@ -155,7 +158,7 @@ class Context {
   bool streams_idle();  // without context fences: whether every known stream is idle; makes no dependency
   CUresult wait_for_context(std::uint64_t& ticks_taken);  // as long as the native cudaFree would
   CUresult native_wait(std::uint64_t& ticks_taken);       // by freeing a small spare allocation
-  void take_spare() noexcept;
+  void take_spare();
   std::uint64_t release_unused(std::uint64_t keep);  // the number of segments given back
   std::uint64_t give_back(const std::vector<CUdeviceptr>& segments, std::uint64_t generation) noexcept;
   bool context_fences() const noexcept;
@@ -174,6 +177,9 @@ class Context {
   Heap* pending_ = nullptr;
   std::unordered_map<std::uint64_t, Heap*> stream_heaps_;  // by stream id
   std::vector<Evented> evented_;
+  // A byte of device memory that native_wait() frees, held beforehand: a full device must still be able to free.
+  CUdeviceptr spare_ = 0;
+  int spare_users_ = 0;         // waiters that are freeing one and will bring one back
   Usage usage_;                 // bumped under the lock, readable without
   Counters counters_;           // likewise: those of the allocation and free paths
   std::uint64_t promised_ = 0;  // bytes being asked of the driver just now
@@ -187,10 +193,6 @@ class Context {
   std::atomic<int> closing_{0};
   std::atomic<int> broken_{0};
   std::atomic<CUstream> fill_stream_{nullptr};
-  // A byte of device memory that native_wait() frees, held beforehand: a full device must still be able to free.
-  // Exchange hands it to one waiter at a time; acquire and release are not needed, it is only a number.
-  std::atomic<CUdeviceptr> spare_{0};
-  std::atomic<int> spare_users_{0};
 };
 
 }  // namespace cushion

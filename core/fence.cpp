@@ -3,7 +3,9 @@
 namespace cushion {
 
 CUevent EventPool::take(const Driver& driver, CUcontext context) noexcept {
-  if (CUevent event = hot_.exchange(nullptr, std::memory_order_acq_rel)) return event;
+  if (generation() == kFirst) {
+    if (CUevent event = hot_.exchange(nullptr, std::memory_order_acq_rel)) return event;
+  }
   {
     std::lock_guard lock(mutex_);
     if (!spare_.empty()) {
@@ -22,11 +24,7 @@ CUevent EventPool::take(const Driver& driver, CUcontext context) noexcept {
 void EventPool::put(CUevent event, std::uint64_t generation) noexcept {
   if (generation != generation_.load(std::memory_order_acquire)) return;
   CUevent none = nullptr;
-  if (hot_.compare_exchange_strong(none, event, std::memory_order_acq_rel)) {
-    // A reset in between: what lies in the slot now may be of the old context, so nobody gets it.
-    if (generation != generation_.load(std::memory_order_acquire)) hot_.store(nullptr, std::memory_order_release);
-    return;
-  }
+  if (generation == kFirst && hot_.compare_exchange_strong(none, event, std::memory_order_acq_rel)) return;
   std::lock_guard lock(mutex_);
   if (generation != generation_.load(std::memory_order_relaxed)) return;
   try {
@@ -39,7 +37,6 @@ void EventPool::discard() noexcept {
   std::lock_guard lock(mutex_);
   spare_.clear();
   generation_.fetch_add(1, std::memory_order_acq_rel);
-  hot_.store(nullptr, std::memory_order_release);
 }
 
 }  // namespace cushion

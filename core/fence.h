@@ -12,7 +12,7 @@
 //  - an event goes back to the pool of spare events only when no fence, block or waiter depends on it;
 //  - a fence recorded later than a free is only queried, never waited on without bound, never made a stream wait:
 //    work submitted in between may itself wait for the host. (A `sync` free waits for its own fence, as natively.)
-//  - no lock of ours is held across a driver call.
+//  - no lock of ours is held across a driver call that can block.
 //
 // Where an accessing peer may touch the memory, a fence has one event for each context that could.
 // Costs: record 0.15 µs idle and 2.1 µs with sixteen busy streams, query 0.1–0.3 µs.
@@ -30,7 +30,8 @@
 namespace cushion {
 
 // Spare events of one context, without timing. Its lock is a leaf: nothing is called under it. The last event put back
-// lies in a slot of its own, so that a thread that frees again and again takes no lock (about 10 ns for both ways).
+// lies in a slot of its own, so that a thread that frees again and again takes no lock (about 10 ns for both ways). The
+// slot is out of use once the context was reset: what a racing put left in it would be an event of the old one.
 class EventPool {
  public:
   EventPool() = default;
@@ -47,7 +48,8 @@ class EventPool {
   std::atomic<CUevent> hot_{nullptr};
   std::mutex mutex_;  // protects spare_
   std::vector<CUevent> spare_;
-  std::atomic<std::uint64_t> generation_{1};  // written under mutex_; read without it to notice a reset
+  static constexpr std::uint64_t kFirst = 1;
+  std::atomic<std::uint64_t> generation_{kFirst};  // written under mutex_; read without it to notice a reset
 };
 
 // One recorded event and where it came from.

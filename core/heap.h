@@ -12,7 +12,7 @@
 //             made t wait for; cudaMalloc only once it is complete
 //
 // Each free takes a stamp from its context's counter. A stamp is compared with the highest stamp known complete
-// (Fences::clean_through), and with what an event covers: the stamp at the time of its record. Merged blocks carry
+// (FenceSet::clean_through), and with what an event covers: the stamp at the time of its record. Merged blocks carry
 // the latest stamp of their parts. When a block is known clean it moves to the clean heap, whoever freed it: nothing
 // is stranded in an idle stream's heap.
 //

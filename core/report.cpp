@@ -9,10 +9,12 @@
 #include <cerrno>
 #include <cstring>
 #include <string_view>
+#include <tuple>
 
 #include "core/format.h"
 #include "core/log.h"
 #include "core/runtime.h"
+#include "core/utf8.h"
 
 namespace cushion {
 namespace {
@@ -60,19 +62,6 @@ class Out {
   }
 
  private:
-  static std::size_t utf8_length(std::string_view s) noexcept {
-    const auto c = static_cast<unsigned char>(s[0]);
-    const std::size_t n = c < 0x80                ? 1
-                          : c >= 0xc2 && c < 0xe0 ? 2
-                          : c >= 0xe0 && c < 0xf0 ? 3
-                          : c >= 0xf0 && c < 0xf5 ? 4
-                                                  : 0;
-    if (n == 0 || s.size() < n) return 0;
-    for (std::size_t i = 1; i < n; ++i) {
-      if ((static_cast<unsigned char>(s[i]) & 0xc0) != 0x80) return 0;
-    }
-    return n;
-  }
   void flush() noexcept {
     for (std::size_t at = 0; at < used_ && error_ == 0;) {
       const ssize_t n = ::write(fd_, buffer_ + at, used_ - at);

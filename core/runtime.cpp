@@ -74,7 +74,7 @@ bool Runtime::start(const char* const* environment, const char* program, const L
   shared_.noticeable_wait = TickLength(loaded.clock, ClockPair::now()).ticks_in(10e-6);
   about->options = describe(read.options);
   program_ = about;
-  events_ = new std::unordered_map<CUevent, std::pair<Context*, Context::Position>>;
+  events_ = new std::unordered_map<CUevent, Known>;
   foreign_ = new std::unordered_map<CUdeviceptr, ForeignBlock>;
   shared_.options = new Options(std::move(read.options));
 
@@ -205,6 +205,7 @@ CUresult Runtime::identify(CUstream stream, StreamIdentity& identity, Context*& 
     fresh.context = context_of(owner);
     cache = fresh;
   }
+  if (is_per_thread(stream)) shared_.streams.lose();  // only its own thread can ask it
   identity = {stream, cache.id, is_per_thread(stream) ? thread_id() : 0};
   context = cache.context;
   return CUDA_SUCCESS;
@@ -245,8 +246,11 @@ std::optional<CUresult> Runtime::free_async(CUdeviceptr address, CUstream stream
   Context* stream_context = nullptr;
   const CUresult result = identify(stream, identity, stream_context);
   if (result != CUDA_SUCCESS) return result;
-  // A stream whose context we do not serve: its work cannot be followed, but it can be waited for.
-  if (stream_context == nullptr) return segment->context()->free(block, address);
+  if (stream_context == nullptr) {  // its context is not served: its work cannot be followed, but it can be waited for
+    RelaxedCaptureMode relaxed(shared_.driver);
+    const CUresult waited = shared_.driver.call(shared_.driver.cuStreamSynchronize, stream);
+    return waited != CUDA_SUCCESS ? waited : segment->context()->free(block, address);
+  }
   return segment->context()->free_async(block, address, identity, *stream_context);
 }
 
@@ -283,7 +287,12 @@ std::optional<ForeignBlock> Runtime::forget_foreign(CUdeviceptr address) noexcep
 
 void Runtime::restore_foreign(CUdeviceptr address, const ForeignBlock& block) noexcept try {
   std::lock_guard lock(foreign_mutex_);
-  if (foreign_->insert_or_assign(address, block).second) shared_.forwarded[index_of(block.device)].add(block.size);
+  const auto [at, fresh] = foreign_->try_emplace(address, block);
+  if (!fresh) {  // the old one was freed out of our sight
+    shared_.forwarded[index_of(at->second.device)].subtract(at->second.size);
+    at->second = block;
+  }
+  shared_.forwarded[index_of(block.device)].add(block.size);
 } catch (...) {
 }
 
@@ -315,50 +324,71 @@ std::uint64_t Runtime::unused_in_current() noexcept {
 
 // ---- order -------------------------------------------------------------------------------------------------------
 
-Runtime::Mark Runtime::before_record(CUstream stream) noexcept try {
-  if (shared_.stream_heaps.load(std::memory_order_relaxed) == 0 ||
-      shared_.foreign_events.load(std::memory_order_relaxed) || shared_.gate.capturing(shared_.driver, stream)) {
-    return std::nullopt;
+Runtime::Mark Runtime::before_record(CUevent event, CUstream stream) noexcept try {
+  if ((shared_.stream_heaps.load(std::memory_order_relaxed) == 0 &&
+       event_count_.load(std::memory_order_relaxed) == 0) ||
+      shared_.foreign_events.load(std::memory_order_relaxed)) {
+    return {};
   }
+  Mark mark;
   StreamIdentity identity;
   Context* context = nullptr;
-  if (identify(stream, identity, context) != CUDA_SUCCESS || context == nullptr) return std::nullopt;
-  Context::Position position = context->position(identity.id);
-  if (position.serial == 0) return std::nullopt;
-  return Mark(std::in_place, context, std::move(position));
+  if (!shared_.gate.capturing(shared_.driver, stream) && identify(stream, identity, context) == CUDA_SUCCESS &&
+      context != nullptr) {
+    mark.position = context->position(identity.id);
+    mark.context = mark.position.serial != 0 ? context : nullptr;
+  }
+  // From here until after_record the event says nothing: which of two records at the same time is the last, only the
+  // driver knows.
+  std::lock_guard lock(events_mutex_);
+  Known& known = (*events_)[event];
+  mark.version = ++known.version;
+  mark.alone = known.recording++ == 0;
+  known.context = nullptr;
+  event_count_.store(static_cast<int>(events_->size()), std::memory_order_relaxed);
+  return mark;
 } catch (...) {
-  return std::nullopt;
+  return {};
 }
 
-void Runtime::after_record(CUevent event, Mark mark) noexcept try {
-  if (!mark) {
-    if (event_count_.load(std::memory_order_relaxed) != 0) forget_event(event);
-    return;
-  }
+void Runtime::after_record(CUevent event, Mark mark, bool success) noexcept {
+  if (mark.version == 0) return;
   std::lock_guard lock(events_mutex_);
-  (*events_)[event] = std::move(*mark);
-  event_count_.store(static_cast<int>(events_->size()), std::memory_order_relaxed);
-} catch (...) {
-  forget_event(event);
+  const auto found = events_->find(event);
+  if (found == events_->end()) return;
+  Known& known = found->second;
+  --known.recording;
+  if (success && mark.alone && known.version == mark.version && mark.context != nullptr) {
+    known.context = mark.context;
+    known.position = std::move(mark.position);
+  } else if (known.recording == 0) {
+    events_->erase(found);
+    event_count_.store(static_cast<int>(events_->size()), std::memory_order_relaxed);
+  }
 }
 
 Runtime::Mark Runtime::before_wait(CUevent event) noexcept try {
   if (event_count_.load(std::memory_order_relaxed) == 0 || shared_.foreign_events.load(std::memory_order_relaxed))
-    return std::nullopt;
+    return {};
   std::lock_guard lock(events_mutex_);
   const auto found = events_->find(event);
-  if (found == events_->end()) return std::nullopt;
-  return Mark(std::in_place, found->second);
+  if (found == events_->end() || found->second.context == nullptr) return {};
+  return {found->second.context, found->second.position, found->second.version, true};
 } catch (...) {
-  return std::nullopt;
+  return {};
 }
 
-void Runtime::after_wait(CUstream stream, const Mark& mark) noexcept try {
-  if (!mark || shared_.gate.capturing(shared_.driver, stream)) return;
+void Runtime::after_wait(CUevent event, CUstream stream, const Mark& mark) noexcept try {
+  if (mark.context == nullptr || shared_.gate.capturing(shared_.driver, stream)) return;
+  {
+    std::lock_guard lock(events_mutex_);
+    const auto found = events_->find(event);
+    if (found == events_->end() || found->second.version != mark.version) return;  // recorded anew meanwhile
+  }
   StreamIdentity identity;
   Context* context = nullptr;
-  if (identify(stream, identity, context) == CUDA_SUCCESS && context == mark->first)
-    context->order_after(identity, mark->second);
+  if (identify(stream, identity, context) == CUDA_SUCCESS && context == mark.context)
+    context->order_after(identity, mark.position);
 } catch (...) {
 }
 
@@ -429,6 +459,7 @@ void Runtime::ended(CUcontext handle) noexcept try {
   }
   std::lock_guard lock(contexts_mutex_);
   std::erase(created_, handle);
+  std::erase(accessors_, handle);
 } catch (...) {
 }
 

@@ -64,11 +64,16 @@ class Runtime {
   std::uint64_t unused_in_current() noexcept;
 
   // ---- order
-  using Mark = std::optional<std::pair<Context*, Context::Position>>;
-  Mark before_record(CUstream stream) noexcept;  // the stream's place; nothing if there is nothing to know
-  void after_record(CUevent event, Mark mark) noexcept;
+  struct Mark {  // a stream's place when an event was recorded on it; no context: there is nothing to know
+    Context* context = nullptr;
+    Context::Position position;
+    std::uint64_t version = 0;
+    bool alone = false;
+  };
+  Mark before_record(CUevent event, CUstream stream) noexcept;
+  void after_record(CUevent event, Mark mark, bool success) noexcept;
   Mark before_wait(CUevent event) noexcept;
-  void after_wait(CUstream stream, const Mark& mark) noexcept;
+  void after_wait(CUevent event, CUstream stream, const Mark& mark) noexcept;
   void forget_event(CUevent event) noexcept;
   void stream_created(CUstream stream) noexcept;
   void stream_going(CUstream stream) noexcept;
@@ -140,8 +145,14 @@ class Runtime {
   // cudaMallocAsync on these devices goes to the driver: the program manages its pools (contract §3).
   std::array<std::atomic<bool>, Shared::kDevices> native_async_{};
 
-  std::mutex events_mutex_;  // protects events_; a leaf
-  std::unordered_map<CUevent, std::pair<Context*, Context::Position>>* events_ = nullptr;
+  std::mutex events_mutex_;      // protects events_; a leaf
+  struct Known {                 // of an event
+    Context* context = nullptr;  // null while it is being recorded
+    Context::Position position;
+    std::uint64_t version = 0;  // of its records
+    int recording = 0;          // records under way
+  };
+  std::unordered_map<CUevent, Known>* events_ = nullptr;
   std::atomic<int> event_count_{0};  // events_'s size, readable without the lock
 
   std::mutex foreign_mutex_;  // protects *foreign_ and shared_.forwarded; a leaf

@@ -54,9 +54,9 @@ class Segment {
     size_.store(0, std::memory_order_relaxed);
   }
 
-  Block* first = nullptr;       // its lowest block
-  Segment* next = nullptr;      // the pool's list
-  Segment* previous = nullptr;  // or, recycled, the list of spare records
+  Block* first = nullptr;   // its lowest block
+  Segment* next = nullptr;  // the pool's list, or the list of spare records
+  Segment* previous = nullptr;
 
  private:
   using Entry = std::atomic<Block*>;

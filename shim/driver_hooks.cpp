@@ -82,7 +82,7 @@ CUresult free_block(CUdeviceptr address, Ours ours, const Real<Fn>& real, Args..
   const std::optional<ForeignBlock> foreign = rt.forget_foreign(address);
   const CUresult result = real(args...);
   if (result != CUDA_SUCCESS && foreign) rt.restore_foreign(address, *foreign);
-  count(shared().counters.frees_forwarded);
+  if (result == CUDA_SUCCESS && address != 0) count(shared().counters.frees_forwarded);
   return result;
 }
 
@@ -140,9 +140,9 @@ template <class Fn, class... Args>
 CUresult record(CUevent event, CUstream stream, const Real<Fn>& real, Args... args) noexcept {
   Runtime* rt = serving();
   if (rt == nullptr) return real(event, args...);
-  Runtime::Mark mark = rt->before_record(stream);
+  Runtime::Mark mark = rt->before_record(event, stream);
   const CUresult result = real(event, args...);
-  rt->after_record(event, result == CUDA_SUCCESS ? std::move(mark) : Runtime::Mark{});
+  rt->after_record(event, std::move(mark), result == CUDA_SUCCESS);
   return result;
 }
 
@@ -152,7 +152,7 @@ CUresult wait(CUstream stream, CUevent event, unsigned flags, CUstream as_given,
   if (rt == nullptr) return real(as_given, event, flags);
   const Runtime::Mark mark = rt->before_wait(event);
   const CUresult result = real(as_given, event, flags);
-  if (result == CUDA_SUCCESS) rt->after_wait(stream, mark);
+  if (result == CUDA_SUCCESS) rt->after_wait(event, stream, mark);
   return result;
 }
 
@@ -198,10 +198,20 @@ CUresult destroy_context(CUcontext handle, const Real<Fn>& real) noexcept {
       handle, [] { return true; }, real, handle);
 }
 
-// The device's primary context, if Cushion holds anything there.
+// The device's primary context, if it is active.
 CUcontext primary_of(CUdevice device) noexcept {
-  const Context* primary = runtime().find_primary(device);
-  return primary != nullptr ? primary->handle() : nullptr;
+  if (const Context* primary = runtime().find_primary(device)) return primary->handle();
+  if (serving() == nullptr) return nullptr;
+  // The pool holds nothing there; the driver's own blocks are remembered by context.
+  const Driver& driver = shared().driver;
+  CUcontext handle = nullptr;
+  unsigned flags = 0;
+  int active = 0;
+  if (driver.call(driver.cuDevicePrimaryCtxGetState, device, &flags, &active) == CUDA_SUCCESS && active != 0 &&
+      driver.call(driver.cuDevicePrimaryCtxRetain, &handle, device) == CUDA_SUCCESS) {
+    driver.call(driver.cuDevicePrimaryCtxRelease_v2, device);
+  }
+  return handle;
 }
 
 template <class Fn>
@@ -535,7 +545,16 @@ CUresult hook_cuCtxCreate_v4(CUcontext* out, CUctxCreateParams* params, unsigned
 }
 CUresult hook_cuCtxDestroy(CUcontext context) noexcept { return destroy_context(context, real_cuCtxDestroy); }
 CUresult hook_cuCtxDestroy_v2(CUcontext context) noexcept { return destroy_context(context, real_cuCtxDestroy_v2); }
-CUresult hook_cuCtxDetach(CUcontext context) noexcept { return destroy_context(context, real_cuCtxDetach); }
+CUresult hook_cuCtxDetach(CUcontext context) noexcept {
+  // It ends the context only if nobody is attached to it any more.
+  const auto gone = [context] {
+    CUcontext popped = nullptr;
+    const Driver& driver = shared().driver;
+    return driver.call(driver.cuCtxPushCurrent_v2, context) != CUDA_SUCCESS ||
+           driver.call(driver.cuCtxPopCurrent_v2, &popped) != CUDA_SUCCESS;
+  };
+  return end_context(context, gone, real_cuCtxDetach, context);
+}
 CUresult hook_cuDevicePrimaryCtxRelease(CUdevice device) noexcept {
   return release_primary(device, real_cuDevicePrimaryCtxRelease);
 }
