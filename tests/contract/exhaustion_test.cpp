@@ -218,6 +218,19 @@ TEST_F(Exhaustion, ForwardedCallsAreMadeAgain) {
   EXPECT_SCENARIO("virtual_memory_runs_out", {"EMU_FAIL=cuMemCreate:1"});
 }
 
+// What one context has cached is another's of the same device, when it asks for it.
+TEST_F(Exhaustion, AnotherContextIsNotStarved) {
+  CUcontext primary = nullptr;
+  CHECK_CU(CUDA_SUCCESS, driver().CtxGetCurrent(&primary));
+  free_all(fill_device(share(48)));
+  CUcontext other = nullptr;
+  CHECK_CU(CUDA_SUCCESS, driver().CtxCreate(&other, 0, 0));
+  const CUdeviceptr p = allocate(device_memory() / 2 / (2 * MiB) * (2 * MiB));
+  CHECK_CU(CUDA_SUCCESS, driver().MemFree(p));
+  CHECK_CU(CUDA_SUCCESS, driver().CtxDestroy(other));
+  CHECK_CU(CUDA_SUCCESS, driver().CtxSetCurrent(primary));
+}
+
 // CUSHION_MAX_SIZE bounds what the pool holds, not what the program may have.
 SCENARIO(more_than_max_size) {
   std::vector<CUdeviceptr> blocks(40);

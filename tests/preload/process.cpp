@@ -179,6 +179,17 @@ int unload(const char* plugin_path, int flags) {
   return 14;
 }
 
+// Waits for a signal, a deadly one.
+int wait_for_signal() {
+  const DriverApi api = load();
+  use_device(api);
+  alloc(api, 4000);
+  std::printf("ready\n");
+  std::fflush(stdout);
+  sleep(10);
+  return 16;
+}
+
 // Which libraries of LD_PRELOAD a child still gets.
 int show_preload() {
   const char* preload = std::getenv("LD_PRELOAD");
@@ -201,6 +212,7 @@ int main(int argc, char** argv) {
   if (scenario == "main_thread_exits") main_thread_exits();
   if (scenario == "unload" && argc > 2) return unload(argv[2], 0);
   if (scenario == "unload_deepbind" && argc > 2) return unload(argv[2], RTLD_DEEPBIND);
+  if (scenario == "wait_for_signal") return wait_for_signal();
   if (scenario == "show_preload") return show_preload();
   std::fprintf(stderr, "unknown scenario: %s\n", scenario.c_str());
   return 64;

@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import json
 import os
+import pty
 import re
 import resource
 import shutil
@@ -443,6 +444,31 @@ def log_unwritable(setting):
     same(setting.native(program), result)
     one_line(result, str(path))
     check(result.reports[0]["calls"]["served"] > 0, "nothing was served")
+
+
+@case
+def terminal_interrupt(setting):
+    """Ctrl-C at the terminal ends the program as natively, and the report is written first. (A signal from the
+    terminal comes from the kernel, as a fault does.)"""
+    report = setting.scratch / "report.json"
+    for preload in (None, setting.shim):
+        pid, terminal = pty.fork()
+        if pid == 0:
+            os.environ["LD_LIBRARY_PATH"] = str(setting.build / "emulator")
+            os.environ["ASAN_OPTIONS"] = "verify_asan_link_order=0:detect_leaks=0"
+            if preload:
+                os.environ["LD_PRELOAD"] = str(preload)
+                os.environ["CUSHION_REPORT"] = str(report)
+            program = str(setting.program("process"))
+            os.execv(program, [program, "wait_for_signal"])
+        seen = b""
+        while b"ready" not in seen:
+            seen += os.read(terminal, 1000)
+        os.write(terminal, b"\x03")
+        status = os.waitpid(pid, 0)[1]
+        os.close(terminal)
+        check(os.WIFSIGNALED(status) and os.WTERMSIG(status) == 2, f"{preload}: ended with status {status:#x}")
+    check(json.loads(report.read_text())["program"]["end"] == "signal 2", report.read_text())
 
 
 # --- processes and threads ------------------------------------------------------------------------------

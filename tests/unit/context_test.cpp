@@ -769,6 +769,26 @@ TEST_F(ContextTest, AFreeThatAResetFailsTouchesNothing) {
   EXPECT_TRUE(core().valid());
 }
 
+TEST_F(ContextTest, AResetDuringGrowthNeverFreesWhatIsNoLongerOurs) {
+  CUdeviceptr theirs = 0;
+  g_meanwhile = [&] {
+    REQUIRE_CU(0, driver().DevicePrimaryCtxReset(0));
+    core().context().discard();
+    CUcontext again = nullptr;
+    REQUIRE_CU(0, driver().DevicePrimaryCtxRetain(&again, 0));
+    core().context().revive();
+    CHECK_CU(0, driver().MemAlloc(&theirs, kSegment));
+  };
+  core().shared.driver.cuMemAlloc_v2 = [](CUdeviceptr* out, std::size_t bytes) {
+    const CUresult result = driver().MemAlloc(out, bytes);
+    meanwhile();
+    return result;
+  };
+  core().Malloc(kSegment);
+  CHECK_CU(0, driver().MemFree(theirs));
+  driver().DevicePrimaryCtxRelease(0);
+}
+
 // ---- a driver that answers errors --------------------------------------------------------------------------------
 
 TEST_F(ContextTest, AnErrorFromAFenceMakesNothingClean) {
