@@ -709,6 +709,7 @@ void Context::poll_evented() {
   }
   if (asked.empty()) return;
   std::vector<bool> complete;
+  complete.reserve(asked.size());
   for (const Evented& e : asked) complete.push_back(is_complete({&e.event, 1}));
   std::lock_guard lock(mutex_);
   if (generation != events_.generation()) return;
