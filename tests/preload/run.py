@@ -522,6 +522,8 @@ def threads_ending(setting):
 
 @case
 def main_thread_exits(setting):
+    if setting.sanitized:
+        raise Skip("ThreadSanitizer's runtime cannot join the main thread")
     setting.compare([setting.program("process"), "main_thread_exits"])
 
 
