@@ -75,5 +75,9 @@ inline constexpr long kPerThreadStream = 0x2;
 inline CUstream stream_handle(long value) noexcept { return reinterpret_cast<CUstream>(value); }
 inline bool is_legacy(CUstream s) noexcept { return s == nullptr || s == stream_handle(kLegacyStream); }
 inline bool is_per_thread(CUstream s) noexcept { return s == stream_handle(kPerThreadStream); }
+// What a handle means in a _ptsz variant, where stream 0 is the calling thread's own stream.
+inline CUstream per_thread(CUstream stream) noexcept {
+  return stream == nullptr ? stream_handle(kPerThreadStream) : stream;
+}
 
 }  // namespace cushion

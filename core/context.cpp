@@ -267,7 +267,8 @@ Block* Context::wait_for_blocks(const Need& need, const Request& request) {
   return block;
 }
 
-// `why` is what the driver said; success without a block: MAX_SIZE does not allow it.
+// `why` is what the driver said; success without a block: MAX_SIZE does not allow it, or another thread took the
+// segment.
 Block* Context::grow(const Need& need, const Request& request, bool exact, CUresult& why) {
   constexpr std::uint64_t kPage = AddressMap::kPage;
   const std::uint64_t least = round_up(need.size, kPage);

@@ -5,7 +5,6 @@
 #include <spdlog/sinks/stdout_sinks.h>
 #include <unistd.h>
 
-#include <cstdio>
 #include <memory>
 
 #include "core/format.h"

@@ -475,7 +475,7 @@ std::string claim_report_path(std::string path, long pid, timespec loaded) {
 }
 
 void write_report(Runtime& runtime, const char* how, Patience patience) noexcept {
-  const char* path = runtime.report_path().c_str();
+  const char* path = runtime.program().report_path.c_str();
   if (*path == '\0') {
     if (runtime.options().track == TrackLevel::off || !runtime.options().report.empty()) return;
     Out out(STDERR_FILENO);

@@ -14,11 +14,13 @@ namespace cushion {
 
 class Runtime;
 
+// Where the report at `path` is written until it is whole.
+std::string partial_of(const std::string& path);
+
 // Reserves the report's path for this process while it lives: creates its directories and `PATH.partial`, which the
 // report is written to before it is renamed. If another live process has it, or another has written it since this one
 // was `loaded`, the pid is appended. If it cannot be written, complains once and returns an empty path. A path that
 // exists and is no regular file is taken as it is.
-std::string partial_of(const std::string& path);
 std::string claim_report_path(std::string path, long pid, timespec loaded);
 
 // Writes the report where the options want it; nothing if they want none.

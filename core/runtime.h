@@ -123,7 +123,6 @@ class Runtime {
     std::string partial_path;  // where it is written until it is whole
   };
   const Program& program() const noexcept { return *program_; }
-  const std::string& report_path() const noexcept { return program_->report_path; }
 
  private:
   static std::size_t index_of(CUdevice device) noexcept { return static_cast<std::size_t>(device) % Shared::kDevices; }

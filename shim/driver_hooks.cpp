@@ -10,9 +10,6 @@ namespace {
 
 Shared& shared() noexcept { return runtime().shared(); }
 
-// In the _ptsz variants, stream 0 means the calling thread's own stream.
-CUstream per_thread(CUstream stream) noexcept { return stream == nullptr ? stream_handle(kPerThreadStream) : stream; }
-
 // Passes a call on, and once more if the driver was out of memory and the pool could give some back: Cushion's cache
 // must never make another allocation fail (contract §6).
 template <class Fn, class... Args>

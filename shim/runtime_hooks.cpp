@@ -131,8 +131,6 @@ bool free_async(void* pointer, CUstream stream) noexcept {
   return rt != nullptr && rt->free_async(reinterpret_cast<CUdeviceptr>(pointer), stream) == CUDA_SUCCESS;
 }
 
-CUstream per_thread(CUstream stream) noexcept { return stream == nullptr ? stream_handle(kPerThreadStream) : stream; }
-
 }  // namespace
 }  // namespace cushion
 
