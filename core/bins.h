@@ -62,7 +62,7 @@ class Bins {
 
   // Bytes to skip at the start of `block` to reach the alignment.
   static std::uint64_t lead(const Block& block, std::uint64_t alignment) noexcept {
-    const std::uint64_t at = block.address.load(std::memory_order_relaxed);
+    const std::uint64_t at = block.address();
     return round_up(at, alignment) - at;
   }
   static bool fits(const Block& block, std::uint64_t size, std::uint64_t alignment) noexcept {

@@ -2,8 +2,10 @@
 // cache line each, and exist whether or not tracking is on, so that tracking can be switched at any time.
 //
 // Invariant: the blocks of a segment, linked by `lower` and `upper`, cover it without gap or overlap; two neighbours
-// that are both free in the same heap and not evented are one block. A block is protected by its context's lock; only
-// `address` and `state` may be read without it (to refuse a foreign pointer early), and then prove nothing.
+// that are both free in the same heap and not evented are one block. A block is protected by its arena's lock, with one
+// exception: between `live`, `freeing` and `cached` it changes hands without it, by compare-and-swap of `word`, which
+// names address and state at once, so that a free can claim no record that has become another block meanwhile. What a
+// reader beside its owner may see in those states (the report) is a Relaxed.
 #pragma once
 
 #include <atomic>
@@ -22,7 +24,8 @@ constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t multiple) no
 }
 
 // The call that allocated a block; `kApiNames` is what the report calls it.
-enum class Api : std::uint8_t { malloc, malloc_async, pitch, managed, from_pool, vmm, host };
+// Superblocks are the arenas' own (arena.h), in no program's hands, and in no report.
+enum class Api : std::uint8_t { malloc, malloc_async, pitch, managed, from_pool, vmm, host, superblock };
 inline constexpr const char* kApiNames[] = {"cuMemAlloc",        "cuMemAllocAsync",         "cuMemAllocPitch",
                                             "cuMemAllocManaged", "cuMemAllocFromPoolAsync", "cuMemCreate",
                                             "cuMemHostAlloc"};
@@ -32,11 +35,25 @@ enum class BlockState : std::uint8_t {
   free,     // in a heap's bins
   evented,  // free, held beside the bins with an event of its own
   live,     // the program's
-  freeing,  // the program's free is waiting for the device; a second free of it is an error
+  freeing,  // claimed by the program's free, which may be waiting for the device; a second free of it is an error
+  cached,   // free, in a lane's magazine; its arena still counts it as handed out
+};
+
+// A field with one writer at a time that others may read beside it; it orders nothing.
+template <class T>
+class Relaxed {
+ public:
+  operator T() const noexcept { return __atomic_load_n(&value_, __ATOMIC_RELAXED); }
+  Relaxed& operator=(T value) noexcept {
+    __atomic_store_n(&value_, value, __ATOMIC_RELAXED);
+    return *this;
+  }
+
+ private:
+  T value_;
 };
 
 struct Block {
-  std::atomic<std::uint64_t> address{0};
   std::uint64_t size = 0;  // bytes handed out, a multiple of kUnit
   Block* lower = nullptr;  // neighbours by address in the segment
   Block* upper = nullptr;
@@ -46,18 +63,35 @@ struct Block {
     std::uint64_t stamp;  // the free's place in the context's order; of merged frees, the last
   };
   struct Live {
-    std::uint64_t requested;  // bytes the program asked for
-    std::uint64_t time;       // ticks at allocation; 0: allocated while tracking was off
-    std::uint32_t thread;
-    std::uint32_t stream;  // low half of the stream's id; 0: host-ordered
+    Relaxed<std::uint64_t> requested;  // bytes the program asked for
+    Relaxed<std::uint64_t> time;       // ticks at allocation; 0: allocated while tracking was off
+    Relaxed<std::uint32_t> thread;
+    Relaxed<std::uint32_t> stream;  // low half of the stream's id; 0: host-ordered
   };
   union {
-    Idle idle{};  // while free
-    Live live;    // while the program's, or being freed
+    Idle idle{};  // while free or evented
+    Live live;    // while live, freeing or cached
   };
   std::uint32_t heap = 0;  // while free: index of its heap in the pool
-  std::atomic<BlockState> state{BlockState::unused};
-  Api api = Api::malloc;
+  Relaxed<Api> api{};
+
+  std::uint64_t address() const noexcept { return word_.load(std::memory_order_relaxed) & ~(kUnit - 1); }
+  BlockState state() const noexcept { return static_cast<BlockState>(word_.load(std::memory_order_relaxed) % kUnit); }
+  void set(std::uint64_t address, BlockState state) noexcept {
+    // Release: who finds a live block sees its fields.
+    word_.store(address | static_cast<std::uint64_t>(state), std::memory_order_release);
+  }
+  void set(BlockState state) noexcept { set(address(), state); }
+  // Changes the state of the block that begins at `address`, if it is that block and in state `from`: of several
+  // callers one wins. Acquire: the winner sees what the last owner wrote.
+  bool change(std::uint64_t address, BlockState from, BlockState to) noexcept {
+    std::uint64_t expected = address | static_cast<std::uint64_t>(from);
+    return word_.compare_exchange_strong(expected, address | static_cast<std::uint64_t>(to), std::memory_order_acq_rel,
+                                         std::memory_order_relaxed);
+  }
+
+ private:
+  std::atomic<std::uint64_t> word_{0};  // address, a multiple of kUnit, and below it the state
 };
 static_assert(sizeof(Block) == 64);
 

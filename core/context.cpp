@@ -11,9 +11,34 @@
 namespace cushion {
 namespace {
 
-constexpr std::uint64_t kAnyStamp = ~std::uint64_t{0};
 constexpr std::size_t kMostEvented = 1024;
+constexpr std::uint64_t kGrowthShare = 16;
 constexpr unsigned char kJunk = 0xFF;  // NaN as a float or a double, -1 as an integer
+
+// Serials of lanes, unique in the process.
+constinit std::atomic<std::uint64_t> g_lane_serial{0};
+std::uint64_t next_serial() noexcept { return g_lane_serial.fetch_add(1, std::memory_order_relaxed) + 1; }
+
+// Which host lane a thread uses: dealt out in turn, so that up to kHostLanes threads have one each.
+constinit std::atomic<unsigned> g_threads{0};
+constinit thread_local unsigned t_turn = 0;  // from 1
+unsigned host_lane() noexcept {
+  if (t_turn == 0) t_turn = g_threads.fetch_add(1, std::memory_order_relaxed) + 1;
+  return (t_turn - 1) % Context::kHostLanes;
+}
+
+// The lane that this thread counted in last. Its tally goes to the gauges when the thread turns to another: then a
+// program of one thread has exact peaks.
+constinit thread_local Lane* t_last_lane = nullptr;
+void turn_to(Lane& lane) noexcept {
+  if (t_last_lane == &lane) return;
+  if (t_last_lane != nullptr) {
+    t_last_lane->enter();
+    t_last_lane->tally.settle();
+    t_last_lane->leave();
+  }
+  t_last_lane = &lane;
+}
 
 // Errors that say "not while a capture is open": the call touched nothing else.
 bool is_capture_error(CUresult r) noexcept {
@@ -39,9 +64,13 @@ Context::Context(Shared& shared, CUcontext handle, CUdevice device, std::uint64_
       device_(device),
       device_bytes_(device_bytes),
       primary_(primary),
-      pool_(shared.map, this) {
-  clean_ = pool_.make_heap(Order::clean);
-  pending_ = pool_.make_heap(Order::pending);
+      magazine_limit_(shared.options->magazine_size.of(device_bytes)),
+      superblock_size_(shared.options->superblock_size.of(device_bytes)) {
+  arenas_[0].store(new Arena(shared.map, *this, 0), std::memory_order_release);
+  for (unsigned i = 0; i < kHostLanes; ++i) {
+    host_[i].tally.gauges = &gauges_;
+    host_[i].open(next_serial(), i, nullptr);
+  }
 }
 
 bool Context::note(CUresult result) noexcept {
@@ -53,195 +82,284 @@ bool Context::context_fences() const noexcept {
   return driver().cuCtxRecordEvent != nullptr && !shared_.green_contexts.load(std::memory_order_relaxed);
 }
 
-// ---- heaps -------------------------------------------------------------------------------------------------------
-
-Heap* Context::find_heap(std::uint64_t stream_id) noexcept {
-  const auto found = stream_heaps_.find(stream_id);
-  return found == stream_heaps_.end() ? nullptr : found->second;
-}
-
-Heap* Context::heap_of(const StreamIdentity& stream) {
-  if (Heap* heap = find_heap(stream.id)) return heap;
-  Heap* heap = pool_.make_heap(Order::stream);
-  heap->stream_id = stream.id;
-  heap->stream = stream.handle;
-  heap->owner_thread = stream.owner_thread;
-  stream_heaps_.emplace(stream.id, heap);
-  shared_.stream_heaps.fetch_add(1, std::memory_order_relaxed);
-  return heap;
-}
-
-std::uint64_t Context::newest_free() const noexcept {
-  std::uint64_t newest = 0;
-  for (const Heap* heap : pool_.heaps()) {
-    if (heap != nullptr && heap->order != Order::clean && !heap->bins.empty()) newest = std::max(newest, heap->newest);
-  }
-  return newest;
-}
-
-void Context::clean_up() noexcept {
-  const std::uint64_t through = fences_.clean_through();
-  for (Evented& e : evented_) {
-    if (e.serial == 0 || e.being_queried || e.block->idle.stamp > through) continue;
-    pool_.settle_evented(e.block, *clean_);
-    e.event.release();
-    e.block = nullptr;
-  }
-  std::erase_if(evented_, [](const Evented& e) { return e.block == nullptr; });
-  for (Heap* heap : pool_.heaps()) {
-    if (heap == nullptr || heap->order == Order::clean) continue;
-    heap->bins.for_each([&](Block* block) {
-      if (block->idle.stamp <= through) pool_.move(block, *clean_);
+Usage Context::usage() const noexcept {
+  const auto level = [&](const Gauge& gauge, Tally::Bytes Tally::*bytes) {
+    std::int64_t now = 0;
+    std::int64_t high = 0;
+    for_each_tally([&](const Tally& tally) {
+      now += static_cast<std::int64_t>((tally.*bytes).delta.load(std::memory_order_relaxed));
+      high += static_cast<std::int64_t>((tally.*bytes).high.load(std::memory_order_relaxed));
     });
-    // A stream's heap that is empty and knows no order that still matters can be made again when it is needed.
-    const bool idle = heap->order == Order::stream && heap->bins.empty() && heap->queries == 0 &&
-                      heap->newest <= through &&
-                      std::all_of(heap->before.begin(), heap->before.end(),
-                                  [&](const Heap::Before& b) { return b.stamp <= through; });
-    if (!idle) continue;
-    stream_heaps_.erase(heap->stream_id);
-    shared_.stream_heaps.fetch_sub(1, std::memory_order_relaxed);
-    pool_.drop(heap);
+    const auto current = static_cast<std::int64_t>(gauge.current());
+    return Level(static_cast<std::uint64_t>(std::max(current + now, std::int64_t{0})),
+                 std::max(gauge.peak(), static_cast<std::uint64_t>(std::max(current + high, std::int64_t{0}))));
+  };
+  return {level(gauges_.requested, &Tally::requested), level(gauges_.handed_out, &Tally::handed_out),
+          Level(gauges_.held.current(), gauges_.held.peak())};
+}
+
+// ---- lanes -------------------------------------------------------------------------------------------------------
+
+LaneRef Context::lane_of(const StreamIdentity* stream) noexcept {
+  if (stream != nullptr) return stream->lane;
+  Lane& lane = host_[host_lane()];
+  return {&lane, lane.serial()};
+}
+
+LaneRef Context::find_or_make_lane(const StreamIdentity& stream) {
+  Lane*& lane = lanes_[stream.id];
+  if (lane == nullptr) {
+    try {
+      if (spare_lanes_.empty()) {
+        spare_lanes_.reserve(lane_count_ + 1);  // so that ending a lane never allocates
+        auto* node = new LaneNode;
+        node->lane.tally.gauges = &gauges_;
+        node->next = all_lanes_.load(std::memory_order_relaxed);
+        all_lanes_.store(node, std::memory_order_release);
+        lane = &node->lane;
+      } else {
+        lane = spare_lanes_.back();
+        spare_lanes_.pop_back();
+      }
+    } catch (...) {
+      lanes_.erase(stream.id);
+      throw;
+    }
+    lane->open(next_serial(), lane_count_++, &stream);
+    shared_.stream_lanes.fetch_add(1, std::memory_order_relaxed);
   }
-  tidy_at_ = std::max<std::size_t>(64, 2 * stream_heaps_.size());
+  stream.lane = {lane, lane->serial()};
+  return stream.lane;
+}
+
+LaneRef Context::enter_lane(const StreamIdentity* stream) {
+  LaneRef lane = lane_of(stream);
+  while (lane.lane == nullptr || !lane.lane->enter(lane.serial)) {
+    std::lock_guard lock(mutex_);  // a reset that is under way ends first
+    lane = stream != nullptr ? find_or_make_lane(*stream) : lane_of(nullptr);
+  }
+  return lane;
+}
+
+void Context::end_lane(Lane& lane) noexcept {
+  // First nothing more comes in; then what is in goes where the whole context's fences order it, which cover a
+  // destroyed stream's work too.
+  const LaneRef none{&lane, 0};
+  Magazine::Entries entries;
+  lane.enter();
+  lane.end();
+  while (lane.magazine.drain(entries)) {
+    lane.leave();
+    for (unsigned i = 0; i < entries.count; ++i) give_entry(entries.entry[i], none);
+    lane.enter();
+  }
+  lane.leave();
+  for_each_arena([&](Arena& arena) { arena.forget(lane); });
+  lanes_.erase(lane.identity().id);
+  spare_lanes_.push_back(&lane);
+  shared_.stream_lanes.fetch_sub(1, std::memory_order_relaxed);
+}
+
+// A lane whose blocks are all clean or handed out, and that knows no order that still matters, can be made again when
+// it is needed.
+void Context::tidy_lanes() {
+  std::lock_guard lock(mutex_);
+  if (lanes_.size() < tidy_at_) return;
+  const std::uint64_t through = fences_.clean_through();
+  std::vector<Lane*> idle;
+  for (const auto& [id, lane] : lanes_) {
+    bool useful = lane->queries != 0;
+    for_each_arena([&](Arena& arena) {
+      const Heap* heap = lane->heaps[static_cast<std::size_t>(arena.index())];
+      useful = useful || (heap != nullptr && !heap->bins.empty());
+    });
+    lane->enter();
+    useful =
+        useful || !lane->magazine.empty() ||
+        std::any_of(lane->before.begin(), lane->before.end(), [&](const Lane::Before& b) { return b.stamp > through; });
+    lane->leave();
+    if (!useful) idle.push_back(lane);
+  }
+  for (Lane* lane : idle) end_lane(*lane);
+  tidy_at_ = std::max<std::size_t>(64, 2 * lanes_.size());
 }
 
 // ---- allocation --------------------------------------------------------------------------------------------------
 
-Block* Context::try_take(const Need& need, const Request& request) {
-  Block* block = nullptr;
-  Heap* own = clean_;
-  if (request.stream != nullptr) {
-    own = heap_of(*request.stream);
-    block = pool_.take(*own, need.size, need.alignment, kAnyStamp);
-  }
-  if (block == nullptr && own != clean_) {
-    for (Evented& e : evented_) {  // its own, freed under pressure: no wait is needed
-      if (e.serial != own->serial || e.being_queried || !Bins::fits(*e.block, need.size, need.alignment) ||
-          Bins::lead(*e.block, need.alignment) != 0) {
-        continue;
-      }
-      block = e.block;
-      const std::uint64_t freed = block->idle.stamp;
-      pool_.take_evented(block);
-      pool_.trim(block, need.size, *own, freed);
-      e.event.release();
-      evented_.erase(evented_.begin() + (&e - evented_.data()));
+Need Context::need_of(std::uint64_t bytes) const noexcept {
+  if (options().allocator == AllocatorKind::binning && bytes <= options().bin_max.bytes)
+    bytes = std::bit_ceil(std::max(bytes, options().bin_min.bytes));
+  const bool big = bytes > kBigRequest;
+  return {round_up(bytes, big ? kBigAlignment : kUnit), big ? kBigAlignment : kUnit};
+}
+
+Need Context::superblock_for(const Need& need) const noexcept {
+  return {round_up(std::max(superblock_size_, 2 * need.size), AddressMap::kPage), AddressMap::kPage};
+}
+
+// The choice that CUSHION_ALLOCATOR names: pool, one arena; arena, one for each stream and host lane; binning, one for
+// each bin.
+Arena& Context::arena_of(const Need& need, LaneRef by) {
+  unsigned index = 0;
+  switch (options().allocator) {
+    case AllocatorKind::arena:
+      if (need.size <= superblock_size_ / 2) index = 1 + by.lane->number() % (Lane::kArenas - 1);
       break;
+    case AllocatorKind::binning:
+      if (need.size <= options().bin_max.bytes) index = 1 + static_cast<unsigned>(std::countr_zero(need.size));
+      break;
+    default:
+      break;
+  }
+  Arena* arena = arenas_[index].load(std::memory_order_acquire);
+  if (arena != nullptr) return *arena;
+  std::lock_guard lock(mutex_);
+  arena = arenas_[index].load(std::memory_order_relaxed);
+  if (arena == nullptr) {
+    arena = new Arena(shared_.map, *this, static_cast<int>(index));
+    arenas_[index].store(arena, std::memory_order_release);
+  }
+  return *arena;
+}
+
+bool Context::refuses(std::uint64_t bytes) const noexcept {
+  return closing_.load(std::memory_order_relaxed) != 0 || broken() != CUDA_SUCCESS || bytes > device_bytes_ ||
+         // Without context fences nothing says when a peer's work is complete.
+         (shared_.peers.load(std::memory_order_relaxed) && !context_fences());
+}
+
+void Context::hand_out(Block& block, const Request& request) const noexcept {
+  block.api = request.api;
+  block.live.requested = request.bytes;
+  block.live.stream = request.stream != nullptr ? static_cast<std::uint32_t>(request.stream->id) : 0;
+  const bool track = options().track != TrackLevel::off;
+  block.live.time = track ? ticks() : 0;
+  block.live.thread = track ? static_cast<std::uint32_t>(thread_id()) : 0;
+}
+
+bool Context::allocate(const Request& request, CUdeviceptr* out) noexcept try {
+  if (refuses(request.bytes)) return false;
+  const Need need = need_of(request.bytes);
+  const std::uint64_t generation = global().generation();
+  Magazine::Entries displaced;
+  const LaneRef by = enter_lane(request.stream);
+  Magazine& magazine = by.lane->magazine;
+  Block* block = magazine.take(need.size, takes_through(*by.lane));
+  if (block == nullptr) magazine.missed(need.size, displaced);
+  if (block != nullptr) {
+    hand_out(*block, request);
+    block->set(BlockState::live);
+    by.lane->tally.allocated(static_cast<int>(request.api), request.bytes, block->size);
+  }
+  by.lane->leave();
+  turn_to(*by.lane);
+  if (block == nullptr) {
+    if (displaced.count != 0) give_back_entries(displaced, by, generation);
+    Arena& arena = arena_of(need, by);
+    block = take(arena, need, request, by);
+    if (block == nullptr) block = search(arena, need, request, by);
+    if (block == nullptr) return false;
+    by.lane->enter();
+    by.lane->tally.allocated(static_cast<int>(request.api), request.bytes, block->size);
+    by.lane->leave();
+  }
+  const std::uint64_t address = block->address();
+  if (options().init != InitMode::none && !fill(*block, request)) {
+    // What it promised cannot be kept: the driver's memory is zero at least.
+    Claim claimed;
+    if (claim(block, address, claimed) != CUDA_SUCCESS) return false;
+    by.lane->enter();
+    bump(by.lane->tally.served[static_cast<int>(request.api)], ~std::uint64_t{0});
+    by.lane->tally.freed(request.bytes, block->size);
+    bump(by.lane->tally.frees, ~std::uint64_t{0});
+    block->set(BlockState::cached);
+    by.lane->leave();
+    std::lock_guard lock(claimed.arena->mutex);
+    if (claimed.generation == claimed.arena->generation()) claimed.arena->give_pending(block, fences_.now());
+    return false;
+  }
+  *out = address;
+  return true;
+} catch (...) {  // no host memory: the driver may still have what is needed
+  return false;
+}
+
+Block* Context::take(Arena& arena, const Need& need, const Request& request, LaneRef by) {
+  {
+    std::lock_guard lock(arena.mutex);
+    if (Block* block = arena.take(need, by)) {
+      hand_out(*block, request);
+      return block;
     }
   }
-  if (block == nullptr) block = pool_.take(*clean_, need.size, need.alignment, kAnyStamp);
-  if (block == nullptr && own != clean_) {
-    for (const Heap::Before& earlier : own->before) {
-      Heap* heap = pool_.heap(earlier.index);
-      if (heap == nullptr || heap->serial != earlier.serial) continue;
-      block = pool_.take(*heap, need.size, need.alignment, earlier.stamp);
-      if (block != nullptr) break;
-    }
-  }
+  if (arena.index() == 0 || !refill(arena, need, by)) return nullptr;
+  std::lock_guard lock(arena.mutex);
+  Block* block = arena.take(need, by);
   if (block != nullptr) hand_out(*block, request);
   return block;
 }
 
-void Context::hand_out(Block& block, const Request& request) noexcept {
-  block.api = request.api;
-  block.live.requested = request.bytes;
-  block.live.stream = request.stream != nullptr ? static_cast<std::uint32_t>(request.stream->id) : 0;
-  if (options().track != TrackLevel::off) {
-    block.live.time = ticks();
-    block.live.thread = static_cast<std::uint32_t>(thread_id());
-  }
-  bump(counters_.served[static_cast<int>(request.api)]);
-  usage_.requested.add(request.bytes);
-  usage_.handed_out.add(block.size);
-}
-
-void Context::account_free(const Block& block) noexcept {
-  usage_.requested.subtract(block.live.requested);
-  usage_.handed_out.subtract(block.size);
-  bump(counters_.frees_served);
-}
-
-bool Context::claim(Block& block, std::uint64_t address) noexcept {
-  if (block.state.load(std::memory_order_relaxed) != BlockState::live ||
-      block.address.load(std::memory_order_relaxed) != address) {
-    return false;
-  }
-  block.state.store(BlockState::freeing, std::memory_order_relaxed);
-  return true;
-}
-
-void Context::unclaim(Block& block, std::uint64_t address) noexcept {
-  std::lock_guard lock(mutex_);
-  if (block.state.load(std::memory_order_relaxed) == BlockState::freeing &&
-      block.address.load(std::memory_order_relaxed) == address) {
-    block.state.store(BlockState::live, std::memory_order_relaxed);
-  }
-}
-
-bool Context::allocate(const Request& request, CUdeviceptr* out) noexcept {
-  if (closing_.load(std::memory_order_relaxed) != 0 || broken() != CUDA_SUCCESS || request.bytes > device_bytes_)
-    return false;
-  // Without context fences nothing says when a peer's work is complete.
-  if (shared_.peers.load(std::memory_order_relaxed) && !context_fences()) return false;
-  const bool big = request.bytes > kBigRequest;
-  const Need need{round_up(request.bytes, big ? kBigAlignment : kUnit), big ? kBigAlignment : kUnit};
-  try {
-    Block* block = nullptr;
-    bool untidy = false;
-    const std::uint64_t generation = events_.generation();
-    {
-      std::lock_guard lock(mutex_);
-      block = try_take(need, request);
-      untidy = stream_heaps_.size() >= tidy_at_;
-    }
-    if (untidy) poll();
-    if (block == nullptr) block = search(need, request);
-    if (block == nullptr) return false;
-    *out = block->address.load(std::memory_order_relaxed);
-    if (options().init != InitMode::none && !fill(*block, request)) {
-      std::lock_guard lock(mutex_);  // what it promised cannot be kept: the driver's memory is zero at least
-      if (generation != events_.generation()) return false;
-      bump(counters_.served[static_cast<int>(request.api)], ~std::uint64_t{0});
-      account_free(*block);
-      bump(counters_.frees_served, ~std::uint64_t{0});
-      pool_.give(block, *pending_, fences_.next_stamp());
-      return false;
-    }
-  } catch (...) {  // no host memory: the driver may still have what is needed
-    return false;
-  }
-  return true;
-}
-
-Block* Context::search(const Need& need, const Request& request) {
-  poll();
+bool Context::refill(Arena& arena, const Need& need, LaneRef by) {
+  const Need whole = superblock_for(need);
+  const std::uint64_t generation = global().generation();
+  Block* superblock = nullptr;
+  bool clean = false;
   {
-    std::lock_guard lock(mutex_);
-    if (Block* block = try_take(need, request)) return block;
+    std::lock_guard lock(global().mutex);
+    superblock = global().take(whole, by);
+    if (superblock == nullptr) return false;
+    superblock->api = Api::superblock;
+    clean = superblock->heap == global().clean->index;
   }
+  const std::uint64_t stamp = fences_.now();
+  {
+    std::lock_guard lock(arena.mutex);
+    if (generation != global().generation()) return false;  // the global arena is abandoned first: so no lost memory
+    if (arena.add_superblock(*superblock, clean, by, stamp)) return true;
+  }
+  std::lock_guard lock(global().mutex);  // the host is out of memory
+  if (generation == global().generation())
+    clean ? global().give_clean(superblock) : global().give(superblock, by, stamp);
+  return false;
+}
+
+Block* Context::search(Arena& arena, const Need& need, const Request& request, LaneRef by) {
+  // What a host lane freed under `deferred` and keeps is in no arena: a fence is wanted for it too.
+  poll(by.lane->is_stream() || options().free != FreeMode::deferred ? 0 : fences_.now());
+  if (Block* block = take_again(arena, need, request, by)) return block;
+  if (collect()) {
+    poll();
+    if (Block* block = take_again(arena, need, request, by)) return block;
+  }
+  // A superblock is worth growing for. If there can be none, the global arena serves the request itself.
+  const bool own = arena.index() != 0;
   CUresult why = CUDA_SUCCESS;
-  Block* block = grow(need, request, false, why);
-  if (block == nullptr && request.stream != nullptr) block = steal(need, request);
+  Block* block = nullptr;
+  // Another thread may take what this one has asked the driver for: then once more.
+  while (block == nullptr && grow(own ? superblock_for(need) : need, false, why))
+    block = take(arena, need, request, by);
+  if (block == nullptr && own) block = take(global(), need, request, by);
+  while (block == nullptr && own && grow(need, false, why)) block = take(global(), need, request, by);
+  if (block == nullptr && by.lane->is_stream()) block = steal(arena, need, request, by);
+  if (block == nullptr && by.lane->is_stream() && own) block = steal(global(), need, request, by);
   if (block != nullptr || why != CUDA_ERROR_OUT_OF_MEMORY) return block;
 
   // Out of memory. Wait for freed blocks only where they could help, and never while a capture is open.
   std::uint64_t pool_free = 0;
   std::uint64_t held = 0;
   std::uint64_t hole = 0;
-  bool unclean = false;
-  {
-    std::lock_guard lock(mutex_);
-    pool_free = pool_.free_bytes();
-    held = pool_.held();
-    hole = pool_.largest_free();
-    unclean = newest_free() != 0 || !evented_.empty();
-  }
-  if (need.size <= pool_free && unclean && !shared_.gate.may_be_open() && options().oom_wait.ns != 0) {
+  for_each_arena([&](Arena& a) {
+    pool_free += a.pool.free_bytes();
+    if (a.index() == 0) held = a.pool.held();
+    hole = std::max(hole, a.pool.largest_free());
+  });
+  if (need.size <= pool_free && anything_unclean() && !shared_.gate.may_be_open() && options().oom_wait.ns != 0) {
     count(shared_.counters.memory_waits);
-    block = wait_for_blocks(need, request);
+    block = wait_for_blocks(arena, need, request, by);
   }
-  if (block == nullptr && release_unused(0) != 0) block = grow(need, request, true, why);
+  if (block == nullptr && release_unused(0) != 0) {
+    while (block == nullptr && grow(need, true, why)) block = take(global(), need, request, by);
+  }
   if (block == nullptr) {
     count(shared_.counters.out_of_memory);
     log::warn("out of memory on device {}: {} bytes asked; the pool holds {} bytes, {} of them free, largest hole {}",
@@ -250,7 +368,27 @@ Block* Context::search(const Need& need, const Request& request) {
   return block;
 }
 
-Block* Context::wait_for_blocks(const Need& need, const Request& request) {
+// After the fences were asked: the lane's own magazine first, which they may have cleaned.
+Block* Context::take_again(Arena& arena, const Need& need, const Request& request, LaneRef by) {
+  if (by.lane->enter(by.serial)) {
+    Block* block = by.lane->magazine.take(need.size, takes_through(*by.lane));
+    if (block != nullptr) {
+      hand_out(*block, request);
+      block->set(BlockState::live);
+    }
+    by.lane->leave();
+    if (block != nullptr) return block;
+  }
+  return take(arena, need, request, by);
+}
+
+bool Context::anything_unclean() {
+  bool unclean = false;
+  for_each_arena([&](Arena& arena) { unclean = unclean || arena.newest_unclean() != 0 || !arena.evented.empty(); });
+  return unclean;
+}
+
+Block* Context::wait_for_blocks(Arena& arena, const Need& need, const Request& request, LaneRef by) {
   const std::uint64_t start = ticks();
   const std::uint64_t deadline = monotonic_ns() + options().oom_wait.ns;
   auto pause = std::chrono::microseconds(20);
@@ -259,36 +397,37 @@ Block* Context::wait_for_blocks(const Need& need, const Request& request) {
     std::this_thread::sleep_for(pause);
     pause = std::min(pause * 2, std::chrono::microseconds(1000));
     poll();
-    std::lock_guard lock(mutex_);
-    block = try_take(need, request);
-    if (newest_free() == 0 && evented_.empty()) break;  // nothing left to wait for
+    collect();
+    block = take(arena, need, request, by);
+    if (block == nullptr && arena.index() != 0) block = take(global(), need, request, by);
+    if (block == nullptr && !anything_unclean()) break;  // nothing left to wait for
   }
   count(shared_.counters.wait_ticks, ticks() - start);
   return block;
 }
 
-// `why` is what the driver said; success without a block: MAX_SIZE does not allow it, or another thread took the
-// segment.
-Block* Context::grow(const Need& need, const Request& request, bool exact, CUresult& why) {
+// A new segment of the global arena, large enough for `need`. `why` is what the driver said; success and false:
+// MAX_SIZE does not allow it.
+bool Context::grow(const Need& need, bool exact, CUresult& why) {
   constexpr std::uint64_t kPage = AddressMap::kPage;
   const std::uint64_t least = round_up(need.size, kPage);
   std::uint64_t want = least;
-  std::uint64_t generation = 0;
+  const std::uint64_t generation = events_.generation();
   {
     std::lock_guard lock(mutex_);
-    generation = events_.generation();
+    const std::uint64_t held = gauges_.held.current();
     const std::uint64_t most = options().max_size.of(device_bytes_);
-    const std::uint64_t have = pool_.held() + promised_;
+    const std::uint64_t have = held + promised_;
     const std::uint64_t room = most > have ? most - have : 0;
     if (least > room) {
       why = CUDA_SUCCESS;
-      pressure_ = true;
-      return nullptr;
+      pressure_.store(true, std::memory_order_relaxed);
+      return false;
     }
     if (!exact && growing_ == 0) {
-      // An eighth of what is held: geometric, and at most an eighth too much.
+      // A share of what is held: geometric, and at most that share too much.
       const std::uint64_t floor = options().segment_size.of(device_bytes_);
-      std::uint64_t target = std::max(floor, std::min(pool_.held() / 8, options().growth_max.of(device_bytes_)));
+      std::uint64_t target = std::max(floor, std::min(held / kGrowthShare, options().growth_max.of(device_bytes_)));
       if (!initial_done_) target = std::max(target, options().initial_size.of(device_bytes_));
       want = std::max(least, std::min(round_up(target, kPage), room / kPage * kPage));
     }
@@ -316,23 +455,22 @@ Block* Context::grow(const Need& need, const Request& request, bool exact, CUres
     note(result);
   }
   why = result;
-  Block* block = nullptr;
   bool added = false;
   {
     std::lock_guard lock(mutex_);
-    if (generation != events_.generation()) return nullptr;  // reset meanwhile: what the address is now is not ours
+    if (generation != events_.generation()) return false;  // reset meanwhile: what the address is now is not ours
     promised_ -= promised;
     --growing_;
     if (result != CUDA_SUCCESS) {
-      pressure_ = pressure_ || result == CUDA_ERROR_OUT_OF_MEMORY;
-      return nullptr;
+      if (result == CUDA_ERROR_OUT_OF_MEMORY) pressure_.store(true, std::memory_order_relaxed);
+      return false;
     }
-    added = address % kPage == 0 && pool_.add(address, want, *clean_);
+    std::lock_guard arena(global().mutex);
+    added = address % kPage == 0 && global().pool.add(address, want, *global().clean);
     if (added) {
-      pressure_ = false;
-      usage_.held.add(want);
+      pressure_.store(false, std::memory_order_relaxed);
+      gauges_.held.add(want);
       count(shared_.counters.grows);
-      block = try_take(need, request);
     }
   }
   if (added) {
@@ -342,22 +480,22 @@ Block* Context::grow(const Need& need, const Request& request, bool exact, CUres
     RelaxedCaptureMode relaxed(driver());
     driver().call(driver().cuMemFree_v2, address);
   }
-  return block;
+  return added;
 }
 
-Block* Context::steal(const Need& need, const Request& request) {
-  Evented chosen{};
+Block* Context::steal(Arena& arena, const Need& need, const Request& request, LaneRef by) {
+  Arena::Evented chosen{};
   std::uint64_t generation = 0;
   {
-    std::lock_guard lock(mutex_);
-    const auto usable = std::find_if(evented_.begin(), evented_.end(), [&](const Evented& e) {
+    std::lock_guard lock(arena.mutex);
+    const auto usable = std::find_if(arena.evented.begin(), arena.evented.end(), [&](const Arena::Evented& e) {
       return e.serial != 0 && !e.being_queried && e.block->size >= need.size &&
              Bins::lead(*e.block, need.alignment) == 0;
     });
-    if (usable == evented_.end()) return nullptr;
+    if (usable == arena.evented.end()) return nullptr;
     usable->being_queried = true;
     chosen = *usable;
-    generation = events_.generation();
+    generation = arena.generation();
   }
   CUresult result = CUDA_SUCCESS;
   {
@@ -367,27 +505,27 @@ Block* Context::steal(const Need& need, const Request& request) {
       return driver().call(driver().cuStreamWaitEvent, stream, chosen.event.event, 0u);
     });
   }
-  std::lock_guard lock(mutex_);
-  if (generation != events_.generation()) return nullptr;
-  const auto at =
-      std::find_if(evented_.begin(), evented_.end(), [&](const Evented& e) { return e.block == chosen.block; });
+  std::lock_guard lock(arena.mutex);
+  if (generation != arena.generation()) return nullptr;
+  const auto at = std::find_if(arena.evented.begin(), arena.evented.end(),
+                               [&](const Arena::Evented& e) { return e.block == chosen.block; });
   if (!note(result)) {
     at->being_queried = false;
     return nullptr;
   }
-  evented_.erase(at);
+  arena.evented.erase(at);
   chosen.event.release();  // the wait took the event's state at the call: it may be recorded again
   count(shared_.counters.stream_waits);
-  Heap* heap = heap_of(*request.stream);
-  pool_.take_evented(chosen.block);
-  pool_.trim(chosen.block, need.size, *heap, fences_.next_stamp());
+  Heap* heap = arena.heap_of(by);
+  arena.pool.take_evented(chosen.block);
+  arena.pool.trim(chosen.block, need.size, *heap, fences_.now());
   hand_out(*chosen.block, request);
   return chosen.block;
 }
 
 bool Context::fill(const Block& block, const Request& request) noexcept {
   const unsigned char value = options().init == InitMode::zero ? 0 : kJunk;
-  const CUdeviceptr address = block.address.load(std::memory_order_relaxed);
+  const CUdeviceptr address = block.address();
   const auto set = [&](CUstream stream) {
     return driver().call(driver().cuMemsetD8Async, address, value, static_cast<std::size_t>(request.bytes), stream);
   };
@@ -410,79 +548,107 @@ bool Context::fill(const Block& block, const Request& request) noexcept {
 
 // ---- free --------------------------------------------------------------------------------------------------------
 
-CUresult Context::free(Block* block, std::uint64_t address) noexcept try {
-  const bool fenced = context_fences();
-  std::uint64_t generation = 0;
-  std::uint64_t stamp = 0;
-  {
-    std::lock_guard lock(mutex_);
-    if (!claim(*block, address)) return CUDA_ERROR_INVALID_VALUE;
-    // Natively cudaFree of a stream-ordered block does not wait. Deferred frees need context fences to come back.
-    if (broken() == CUDA_SUCCESS && fenced &&
-        (block->api == Api::malloc_async || options().free == FreeMode::deferred)) {
-      account_free(*block);
-      pool_.give(block, *pending_, fences_.next_stamp());
-      return CUDA_SUCCESS;
-    }
-    generation = events_.generation();
-    stamp = fences_.stamp();
+CUresult Context::claim(Block* block, std::uint64_t address, Claim& out) const noexcept {
+  const Segment* segment = shared_.map.find(address);
+  if (segment == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  out = {block, address, segment->arena(), segment->arena()->generation()};
+  return block->change(address, BlockState::live, BlockState::freeing) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+void Context::give(const Claim& claim, const StreamIdentity* stream, bool clean) {
+  Block& block = *claim.block;
+  const LaneRef by = enter_lane(stream);
+  if (claim.generation != claim.arena->generation()) {  // reset meanwhile: the block is gone
+    by.lane->leave();
+    return;
   }
+  Magazine& magazine = by.lane->magazine;
+  const std::uint64_t stamp = clean ? 0 : fences_.now();
+  by.lane->tally.freed(block.live.requested, block.size);
+  block.set(BlockState::cached);  // and counted: if it is lost now, it is not counted as lost
+  const Magazine::Given given = magazine.give(&block, stamp, magazine_limit_);
+  const bool crowded = given == Magazine::Given::full && magazine.crowded(block.size, magazine_limit_);
+  by.lane->leave();
+  turn_to(*by.lane);
+  if (given == Magazine::Given::kept) return;
+  {
+    std::lock_guard lock(claim.arena->mutex);
+    if (claim.generation != claim.arena->generation()) return;
+    clean ? claim.arena->give_clean(&block) : claim.arena->give(&block, by, stamp);
+  }
+  if (claim.arena->index() != 0) return_superblocks(*claim.arena, superblock_size_);
+  // One fence cleans everything that a deferring host lane has collected: as many frees as its magazine holds.
+  if (given == Magazine::Given::full && stream == nullptr && !clean) poll(stamp);
+  if (crowded) {
+    std::lock_guard lock(mutex_);
+    drain(*by.lane);
+  }
+}
+
+CUresult Context::free(Block* block, std::uint64_t address) noexcept try {
+  Claim claimed;
+  if (const CUresult result = claim(block, address, claimed); result != CUDA_SUCCESS) return result;
+  const bool fenced = context_fences();
+  // Natively cudaFree of a stream-ordered block does not wait. Deferred frees need context fences to come back.
+  const bool waits = block->api != Api::malloc_async;
+  if (broken() == CUDA_SUCCESS && fenced && (!waits || options().free == FreeMode::deferred)) {
+    give(claimed, nullptr, false);
+    return CUDA_SUCCESS;
+  }
+  const std::uint64_t stamp = fences_.advance();
   // After the stamp: whoever made peers true before a free that the stamp covers is seen here.
   const bool peers = shared_.peers.load(std::memory_order_relaxed);
-  const bool waits = block->api != Api::malloc_async;  // else pending, until something waits for the context
   std::uint64_t taken = 0;
   const CUresult result = broken() != CUDA_SUCCESS ? broken() : waits ? wait_for_context(taken) : CUDA_SUCCESS;
   if (result != CUDA_SUCCESS) {
-    unclaim(*block, address);
+    block->change(address, BlockState::freeing, BlockState::live);
     return result;
+  }
+  if (taken > shared_.noticeable_wait) {
+    count(shared_.counters.free_waits);
+    count(shared_.counters.wait_ticks, taken);
   }
   const bool unserved = peers && !fenced;  // nothing is handed out any more: memory goes where it goes natively
   const bool clean = waits && (unserved || !peers || peers_idle());
-  std::vector<CUdeviceptr> back;
-  {
-    std::lock_guard lock(mutex_);
-    if (generation != events_.generation()) return result;  // reset meanwhile: the block is gone
-    account_free(*block);
-    if (taken > shared_.noticeable_wait) {
-      bump(counters_.free_waits);
-      bump(counters_.wait_ticks, taken);
-    }
-    if (clean) {
-      if (!unserved) fences_.completed(stamp);
-      pool_.give(block, *clean_, stamp);
-      if (unserved && !shared_.gate.may_be_open()) back = detach_unused(0);
-    } else {
-      pool_.give(block, *pending_, fences_.next_stamp());
-    }
+  if (clean && !unserved) fences_.completed(stamp);
+  const std::uint64_t generation = events_.generation();
+  give(claimed, nullptr, clean);
+  if (unserved && !shared_.gate.may_be_open()) {
+    give_back(detach_unused(0), generation);
   }
-  give_back(back, generation);
   return CUDA_SUCCESS;
 } catch (...) {  // no host memory
-  unclaim(*block, address);
+  block->change(address, BlockState::freeing, BlockState::live);
   return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
 CUresult Context::free_async(Block* block, std::uint64_t address, const StreamIdentity& stream,
                              Context& stream_context) noexcept try {
+  if (broken() != CUDA_SUCCESS) return broken();
+  Claim claimed;
+  if (const CUresult result = claim(block, address, claimed); result != CUDA_SUCCESS) return result;
+  if (&stream_context != this || pressure_.load(std::memory_order_relaxed))
+    return free_evented(claimed, stream, stream_context);
+  give(claimed, &stream, false);
+  return CUDA_SUCCESS;
+} catch (...) {  // no host memory
+  block->change(address, BlockState::freeing, BlockState::live);
+  return CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+// Freed under pressure, or on another context's stream: an event inside the free says when it is over.
+CUresult Context::free_evented(const Claim& claimed, const StreamIdentity& stream, Context& stream_context) {
   const bool foreign = &stream_context != this;
-  std::uint64_t generation = 0;
+  Arena& arena = *claimed.arena;
+  bool room = false;
   {
-    std::lock_guard lock(mutex_);
-    if (broken() != CUDA_SUCCESS) return broken();
-    if (!claim(*block, address)) return CUDA_ERROR_INVALID_VALUE;
-    if (!foreign && !(pressure_ && evented_.size() < kMostEvented)) {
-      Heap* heap = heap_of(stream);
-      account_free(*block);
-      pool_.give(block, *heap, fences_.next_stamp());
-      return CUDA_SUCCESS;
-    }
-    evented_.reserve(kMostEvented);
-    generation = events_.generation();
+    std::lock_guard lock(arena.mutex);
+    arena.evented.reserve(kMostEvented);
+    room = arena.evented.size() < kMostEvented;
   }
-  // Freed under pressure, or on another context's stream: an event inside the free says when it is over.
   FenceEvent event{&stream_context.events_, stream_context.events_.generation(), nullptr};
   CUresult result = CUDA_ERROR_NOT_SUPPORTED;
-  {
+  if (room || foreign) {
     RelaxedCaptureMode relaxed(driver());
     CurrentContext current(driver(), stream_context.handle_);
     event.event = event.pool->take(driver(), stream_context.handle_);
@@ -493,29 +659,97 @@ CUresult Context::free_async(Block* block, std::uint64_t address, const StreamId
   }
   if (is_sticky(result)) {
     stream_context.note(result);
-    unclaim(*block, address);
+    claimed.block->change(claimed.address, BlockState::freeing, BlockState::live);
     return result;
   }
-  std::lock_guard lock(mutex_);
-  if (generation != events_.generation()) return CUDA_SUCCESS;
-  if (result == CUDA_SUCCESS && evented_.size() < evented_.capacity()) {
-    const std::uint64_t serial = foreign ? 0 : heap_of(stream)->serial;
-    account_free(*block);
-    pool_.give_evented(block, *pending_, foreign ? 0 : fences_.next_stamp());
-    evented_.push_back({block, event, serial, false});
+  if (result == CUDA_SUCCESS) {
+    const LaneRef by = enter_lane(foreign ? nullptr : &stream);
+    const std::uint64_t stamp = foreign ? 0 : fences_.now();
+    const bool lost = claimed.generation != arena.generation();
+    if (!lost) by.lane->tally.freed(claimed.block->live.requested, claimed.block->size);
+    if (!lost) claimed.block->set(BlockState::cached);
+    by.lane->leave();
+    if (lost) return CUDA_SUCCESS;
+    std::lock_guard lock(arena.mutex);
+    if (claimed.generation != arena.generation()) return CUDA_SUCCESS;
+    if (arena.evented.size() < arena.evented.capacity()) {
+      arena.pool.give_evented(claimed.block, *arena.pending, stamp);
+      arena.evented.push_back({claimed.block, event, foreign ? 0 : by.serial, false});
+      return CUDA_SUCCESS;
+    }
+    // Others were faster.
+    event.release();
+    if (foreign) shared_.peers.store(true, std::memory_order_relaxed);
+    foreign ? arena.give_pending(claimed.block, fences_.now()) : arena.give(claimed.block, by, stamp);
     return CUDA_SUCCESS;
   }
   if (event.event != nullptr) event.release();
   // No event can say it. The stream's own order still can; another context's work is covered by fences over all of
   // them.
-  Heap* heap = foreign ? pending_ : heap_of(stream);
   if (foreign) shared_.peers.store(true, std::memory_order_relaxed);
-  account_free(*block);
-  pool_.give(block, *heap, fences_.next_stamp());
+  give(claimed, foreign ? nullptr : &stream, false);
   return CUDA_SUCCESS;
-} catch (...) {  // no host memory
-  unclaim(*block, address);
-  return CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+// ---- giving back what lies in magazines and superblocks ----------------------------------------------------------
+
+void Context::give_entry(const Magazine::Entry& entry, LaneRef by) noexcept {
+  Arena& arena = *shared_.map.find(entry.block->address())->arena();  // a cached block keeps its segment here
+  std::lock_guard lock(arena.mutex);
+  entry.stamp == 0 ? arena.give_clean(entry.block) : arena.give(entry.block, by, entry.stamp);
+}
+
+void Context::give_back_entries(const Magazine::Entries& entries, LaneRef by, std::uint64_t generation) noexcept {
+  std::lock_guard lock(mutex_);
+  if (generation != global().generation()) return;
+  for (unsigned i = 0; i < entries.count; ++i) give_entry(entries.entry[i], by);
+}
+
+bool Context::drain(Lane& lane) noexcept {
+  Magazine::Entries entries;
+  bool any = false;
+  lane.enter();
+  const LaneRef by{&lane, lane.serial()};
+  while (lane.magazine.drain(entries)) {
+    lane.leave();
+    any = true;
+    for (unsigned i = 0; i < entries.count; ++i) give_entry(entries.entry[i], by);
+    lane.enter();
+  }
+  lane.leave();
+  return any;
+}
+
+bool Context::collect() {
+  bool any = false;
+  {
+    std::lock_guard lock(mutex_);
+    for (Lane& lane : host_) any = drain(lane) || any;
+    for (const auto& [id, lane] : lanes_) any = drain(*lane) || any;
+  }
+  for (auto& slot : arenas_) {
+    Arena* arena = slot.load(std::memory_order_acquire);
+    if (arena != nullptr && arena->index() != 0) any = return_superblocks(*arena, 0) || any;
+  }
+  return any;
+}
+
+bool Context::return_superblocks(Arena& arena, std::uint64_t keep) {
+  std::vector<Arena::Superblock> superblocks;
+  {
+    std::lock_guard lock(arena.mutex);
+    if (arena.pool.unused() <= keep) return false;
+    arena.detach_superblocks(keep, superblocks);
+  }
+  std::lock_guard lock(global().mutex);
+  for (const Arena::Superblock& s : superblocks) {
+    const Segment* segment = shared_.map.find(s.address);
+    if (segment == nullptr || segment->arena() != &global()) continue;  // reset meanwhile
+    Block* block = segment->block_at(s.address);
+    if (block == nullptr || block->api != Api::superblock) continue;
+    s.order == Order::clean ? global().give_clean(block) : global().give(block, s.lane, s.stamp);
+  }
+  return !superblocks.empty();
 }
 
 // ---- fences ------------------------------------------------------------------------------------------------------
@@ -566,16 +800,15 @@ CUresult Context::native_wait(std::uint64_t& taken) {
     }
     if (result != CUDA_ERROR_OUT_OF_MEMORY) return result;
     // The device is full. An unused segment is as good to free; else whoever has the spare will bring it back.
+    const std::uint64_t before = generation();
     std::vector<CUdeviceptr> segment;
-    {
-      std::lock_guard lock(mutex_);
-      if (pool_.unused() != 0) segment = detach_unused(pool_.unused() - 1);
-      if (!segment.empty()) ++spare_users_;
-    }
+    if (const std::uint64_t bytes = unused(); bytes != 0) segment = detach_unused(bytes - 1);
     if (!segment.empty()) {
       spare = segment.back();
       segment.pop_back();
-      give_back(segment, generation());
+      give_back(segment, before);
+      std::lock_guard lock(mutex_);
+      ++spare_users_;
       break;
     }
     if (!another_has_it) return result;
@@ -658,51 +891,41 @@ bool Context::peers_idle() {
   return idle;
 }
 
-void Context::poll() {
+void Context::poll(std::uint64_t newest) {
   RelaxedCaptureMode relaxed(driver());
   if (!context_fences()) poll_streams();
-  Fence fresh;
-  std::uint64_t generation = 0;
-  bool wanted = false;
-  {
-    std::lock_guard lock(mutex_);
-    generation = events_.generation();
-    wanted = fences_.wants_fence(newest_free());
-    fresh.stamp = fences_.stamp();
+  for_each_arena([&](const Arena& arena) { newest = std::max(newest, arena.newest_unclean()); });
+  if (fences_.wants_fence(newest)) {
+    Fence fresh;
+    fresh.stamp = fences_.advance();
+    if (record_fence(fresh)) fences_.add(std::move(fresh));
   }
-  if (wanted && record_fence(fresh)) {
-    std::lock_guard lock(mutex_);
-    if (generation != events_.generation()) return;
-    fences_.add(std::move(fresh));
-  }
+  std::vector<FenceEvent> events;
   for (bool complete = true; complete;) {
-    std::uint64_t id = 0;
-    std::vector<FenceEvent> events;
-    {
-      std::lock_guard lock(mutex_);
-      Fence* fence = generation == events_.generation() ? fences_.claim() : nullptr;
-      if (fence == nullptr) break;
-      id = fence->id;
-      events = fence->events;
-    }
+    const std::uint64_t id = fences_.claim(events);
+    if (id == 0) break;
     complete = is_complete(events);
-    std::lock_guard lock(mutex_);
-    if (generation != events_.generation()) return;
-    for (FenceEvent& event : fences_.finish(id, complete)) event.release();
+    fences_.finish(id, complete);
   }
-  poll_evented();
-  std::lock_guard lock(mutex_);
-  clean_up();
+  const std::uint64_t through = fences_.clean_through();
+  for (auto& slot : arenas_) {
+    if (Arena* arena = slot.load(std::memory_order_acquire)) {
+      poll_evented(*arena);
+      std::lock_guard lock(arena->mutex);
+      arena->clean_up(through);
+    }
+  }
+  tidy_lanes();
 }
 
-void Context::poll_evented() {
+void Context::poll_evented(Arena& arena) {
   constexpr std::size_t kAtOnce = 64;
-  std::vector<Evented> asked;
+  std::vector<Arena::Evented> asked;
   std::uint64_t generation = 0;
   {
-    std::lock_guard lock(mutex_);
-    generation = events_.generation();
-    for (Evented& e : evented_) {
+    std::lock_guard lock(arena.mutex);
+    generation = arena.generation();
+    for (Arena::Evented& e : arena.evented) {
       if (e.being_queried || asked.size() == kAtOnce) continue;
       asked.push_back(e);
       e.being_queried = true;
@@ -711,18 +934,18 @@ void Context::poll_evented() {
   if (asked.empty()) return;
   std::vector<bool> complete;
   complete.reserve(asked.size());
-  for (const Evented& e : asked) complete.push_back(is_complete({&e.event, 1}));
-  std::lock_guard lock(mutex_);
-  if (generation != events_.generation()) return;
+  for (const Arena::Evented& e : asked) complete.push_back(is_complete({&e.event, 1}));
+  std::lock_guard lock(arena.mutex);
+  if (generation != arena.generation()) return;
   for (std::size_t i = 0; i < asked.size(); ++i) {
-    const Evented& e = asked[i];
-    const auto at =
-        std::find_if(evented_.begin(), evented_.end(), [&](const Evented& other) { return other.block == e.block; });
+    const Arena::Evented& e = asked[i];
+    const auto at = std::find_if(arena.evented.begin(), arena.evented.end(),
+                                 [&](const Arena::Evented& other) { return other.block == e.block; });
     at->being_queried = false;
     if (!complete[i]) continue;
-    pool_.settle_evented(at->block, *clean_);
+    arena.pool.settle_evented(at->block, *arena.clean);
     at->event.release();
-    evented_.erase(at);
+    arena.evented.erase(at);
   }
 }
 
@@ -764,21 +987,14 @@ void Context::poll_streams() {
   // Without context fences a stream is asked itself: idle now means that every free on it so far is complete. A query
   // makes no dependency, on the legacy stream neither. With peers, or while a capture is open, nothing is asked.
   if (shared_.peers.load(std::memory_order_relaxed) || shared_.gate.may_be_open()) return;
-  std::uint64_t generation = 0;
-  std::uint64_t stamp = 0;
-  {
-    std::lock_guard lock(mutex_);
-    generation = events_.generation();
-    stamp = fences_.stamp();
-  }
+  const std::uint64_t generation = events_.generation();
+  std::uint64_t stamp = fences_.advance();
   if (shared_.streams.complete() && streams_idle()) {
-    std::lock_guard lock(mutex_);
     if (generation == events_.generation()) fences_.completed(stamp);
     return;
   }
   struct Asked {
-    std::uint64_t serial;
-    std::uint32_t index;
+    LaneRef lane;
     CUstream stream;
     bool idle;
   };
@@ -786,12 +1002,12 @@ void Context::poll_streams() {
   {
     std::lock_guard lock(mutex_);
     if (generation != events_.generation()) return;
-    stamp = fences_.stamp();
-    for (Heap* heap : pool_.heaps()) {
-      if (heap == nullptr || heap->order != Order::stream || heap->bins.empty()) continue;
-      if (heap->owner_thread != 0 && heap->owner_thread != thread_id()) continue;
-      asked.push_back({heap->serial, heap->index, heap->stream, false});
-      ++heap->queries;
+    stamp = fences_.advance();
+    for (const auto& [id, lane] : lanes_) {
+      const StreamIdentity& stream = lane->identity();
+      if (stream.owner_thread != 0 && stream.owner_thread != thread_id()) continue;
+      asked.push_back({{lane, lane->serial()}, stream.handle, false});
+      ++lane->queries;
     }
   }
   if (shared_.gate.enter()) {
@@ -806,11 +1022,14 @@ void Context::poll_streams() {
   std::lock_guard lock(mutex_);
   if (generation != events_.generation()) return;
   for (const Asked& a : asked) {
-    Heap* heap = pool_.heap(a.index);
-    --heap->queries;
+    --a.lane.lane->queries;
     if (!a.idle) continue;
-    heap->bins.for_each([&](Block* block) {
-      if (block->idle.stamp <= stamp) pool_.move(block, *clean_);
+    for_each_arena([&](Arena& arena) {
+      Heap* heap = a.lane.lane->heaps[static_cast<std::size_t>(arena.index())];
+      if (heap == nullptr) return;
+      heap->bins.for_each([&](Block* block) {
+        if (block->idle.stamp <= stamp) arena.pool.move(block, *arena.clean);
+      });
     });
   }
 }
@@ -819,45 +1038,42 @@ void Context::poll_streams() {
 
 Context::Position Context::position(std::uint64_t stream_id) {
   std::lock_guard lock(mutex_);
-  const Heap* heap = find_heap(stream_id);
-  if (heap == nullptr) return {};
-  return {heap->serial, fences_.stamp(), events_.generation(), heap->index, heap->before};
+  const auto found = lanes_.find(stream_id);
+  if (found == lanes_.end()) return {};
+  Lane* lane = found->second;
+  Position position{lane->serial(), fences_.advance(), events_.generation(), lane, {}};
+  lane->enter();
+  position.before = lane->before;
+  lane->leave();
+  return position;
 }
 
 void Context::order_after(const StreamIdentity& stream, const Position& position) {
   std::lock_guard lock(mutex_);
   if (position.generation != events_.generation()) return;
-  Heap* heap = heap_of(stream);
-  std::erase_if(heap->before, [&](const Heap::Before& b) { return b.stamp <= fences_.clean_through(); });
-  heap->order_after({position.serial, position.stamp, position.index});
-  for (const Heap::Before& earlier : position.before) heap->order_after(earlier);
+  const LaneRef by = find_or_make_lane(stream);
+  Lane& lane = *by.lane;
+  lane.enter();
+  std::erase_if(lane.before, [&](const Lane::Before& b) { return b.stamp <= fences_.clean_through(); });
+  lane.order_after({position.serial, position.stamp, position.lane});
+  for (const Lane::Before& earlier : position.before) lane.order_after(earlier);
+  lane.leave();
 }
 
 void Context::synchronized(std::uint64_t stamp, std::uint64_t generation) {
   const std::uint64_t keep = options().release_threshold.of(device_bytes_);
-  {
-    std::lock_guard lock(mutex_);
-    if (generation != events_.generation() || shared_.peers.load(std::memory_order_relaxed)) return;
-    fences_.completed(stamp);
-    if (keep >= pool_.held()) return;
-    clean_up();
-    if (pool_.unused() <= keep) return;
-  }
-  release_unused(keep);
+  if (generation != events_.generation() || shared_.peers.load(std::memory_order_relaxed)) return;
+  fences_.completed(stamp);
+  if (keep < gauges_.held.current() && unused() > keep) release_unused(keep);
 }
 
 void Context::stream_going(const StreamIdentity& stream) {
-  // What was freed on it is from now on ordered by the whole context's fences, which cover a destroyed stream's work
-  // too.
   for (;;) {
     std::unique_lock lock(mutex_);
-    Heap* heap = find_heap(stream.id);
-    if (heap == nullptr) break;
-    if (heap->queries == 0) {
-      heap->bins.for_each([&](Block* block) { pool_.move(block, *pending_); });
-      stream_heaps_.erase(stream.id);
-      shared_.stream_heaps.fetch_sub(1, std::memory_order_relaxed);
-      pool_.drop(heap);
+    const auto found = lanes_.find(stream.id);
+    if (found == lanes_.end()) break;
+    if (found->second->queries == 0) {
+      end_lane(*found->second);
       break;
     }
     lock.unlock();
@@ -877,31 +1093,48 @@ void Context::stream_going(const StreamIdentity& stream) {
   if (generation == events_.generation()) farewells_.push_back(event);
 }
 
+// First every lane ends, so that no block comes into a magazine any more: a free that still has one enters a lane of
+// the next incarnation, which it gets only when this is over, and finds its arena's generation changed. Then the arenas
+// forget their memory, the global one first (refill() builds on that).
 void Context::discard() {
   std::lock_guard lock(mutex_);
-  pool_.for_each_live([&](const Block& block) {
-    count(shared_.counters.reset_blocks);
-    count(shared_.counters.reset_bytes, block.live.requested);
-    usage_.requested.subtract(block.live.requested);
-    usage_.handed_out.subtract(block.size);
+  Magazine::Entries lost;
+  const auto end = [&](Lane& lane) {
+    lane.enter();
+    lane.end();
+    while (lane.magazine.drain(lost)) {
+    }
+    lane.leave();
+    lane.queries = 0;
+  };
+  for (Lane& lane : host_) end(lane);
+  for (const auto& [id, lane] : lanes_) {
+    end(*lane);
+    spare_lanes_.push_back(lane);
+  }
+  shared_.stream_lanes.fetch_sub(static_cast<int>(lanes_.size()), std::memory_order_relaxed);
+  lanes_.clear();
+  for_each_arena([&](Arena& arena) {
+    if (arena.index() == 0) gauges_.held.subtract(arena.pool.held());
+    arena.pool.for_each_live([&](const Block& block) {
+      count(shared_.counters.reset_blocks);
+      count(shared_.counters.reset_bytes, block.live.requested);
+      gauges_.requested.subtract(block.live.requested);
+      gauges_.handed_out.subtract(block.size);
+    });
+    arena.abandon();
   });
-  usage_.held.subtract(pool_.held());
-  evented_.clear();
   farewells_.clear();
   spare_ = 0;
-  shared_.stream_heaps.fetch_sub(static_cast<int>(stream_heaps_.size()), std::memory_order_relaxed);
-  stream_heaps_.clear();
-  pool_.abandon();
   fences_.abandon();
-  events_.discard();  // a new generation begins only when nothing of the old one is left
-  clean_ = pool_.make_heap(Order::clean);
-  pending_ = pool_.make_heap(Order::pending);
+  events_.discard();
   promised_ = 0;
   growing_ = 0;
   initial_done_ = false;
-  pressure_ = false;
+  pressure_.store(false, std::memory_order_relaxed);
   broken_.store(0, std::memory_order_relaxed);
   fill_stream_.store(nullptr, std::memory_order_relaxed);
+  for (unsigned i = 0; i < kHostLanes; ++i) host_[i].open(next_serial(), i, nullptr);
   alive_.store(false, std::memory_order_release);
   shared_.handle_epoch.fetch_add(1, std::memory_order_release);
 }
@@ -913,49 +1146,45 @@ std::uint64_t Context::release_unused(std::uint64_t keep) {
   // a kernel that runs for ever cannot hang us (contract §6).
   if (shared_.gate.may_be_open() || closing_.load(std::memory_order_relaxed) != 0) return 0;
   RelaxedCaptureMode relaxed(driver());
-  Fence fence;
-  std::uint64_t generation = 0;
+  collect();
+  const std::uint64_t generation = events_.generation();
   {
-    std::lock_guard lock(mutex_);
-    if (pool_.free_bytes() == 0) return 0;
-    generation = events_.generation();
-    fence.stamp = fences_.stamp();
+    std::lock_guard lock(global().mutex);
+    if (global().pool.free_bytes() == 0) return 0;
   }
   if (context_fences()) {
+    Fence fence;
+    fence.stamp = fences_.advance();
     if (!record_fence(fence)) return 0;
     const bool idle = is_complete(fence.events);
     for (FenceEvent& event : fence.events) event.release();
     if (!idle) return 0;
+    fences_.completed(fence.stamp);
   } else {
     poll_streams();
     if (!streams_idle()) return 0;
   }
-  std::vector<CUdeviceptr> back;
-  {
-    std::lock_guard lock(mutex_);
-    if (generation != events_.generation()) return 0;
-    if (context_fences()) fences_.completed(fence.stamp);
-    back = detach_unused(keep);
-  }
-  return give_back(back, generation);
+  return give_back(detach_unused(keep), generation);
 }
 
 std::vector<CUdeviceptr> Context::detach_unused(std::uint64_t keep) {
-  clean_up();
+  unused();
   std::vector<CUdeviceptr> back;
   std::uint64_t bytes = 0;
-  for (Segment* segment = pool_.segments(); segment != nullptr && pool_.unused() > keep;) {
+  std::lock_guard lock(global().mutex);
+  Pool& pool = global().pool;
+  for (Segment* segment = pool.segments(); segment != nullptr && pool.unused() > keep;) {
     Segment* next = segment->next;
     const Block* block = Pool::wholly_free(*segment);
-    if (block != nullptr && block->heap == clean_->index) {
+    if (block != nullptr && block->heap == global().clean->index) {
       back.push_back(segment->address());
       bytes += segment->size();
-      pool_.remove(segment);
+      pool.remove(segment);
     }
     segment = next;
   }
-  usage_.held.subtract(bytes);
-  if (bytes != 0) pressure_ = false;
+  gauges_.held.subtract(bytes);
+  if (bytes != 0) pressure_.store(false, std::memory_order_relaxed);
   return back;
 }
 
@@ -975,10 +1204,7 @@ std::uint64_t Context::relieve(std::uint64_t patience_ns) {
   const std::uint64_t start = ticks();
   bool waited = false;
   while (released == 0 && !shared_.gate.may_be_open() && broken() == CUDA_SUCCESS && monotonic_ns() < deadline) {
-    {
-      std::lock_guard lock(mutex_);
-      if (pool_.unused() == 0 && newest_free() == 0 && evented_.empty()) break;  // waiting would free nothing
-    }
+    if (unused() == 0 && !anything_unclean()) break;  // waiting would free nothing
     waited = true;
     std::this_thread::sleep_for(std::chrono::microseconds(200));
     poll();
@@ -991,10 +1217,15 @@ std::uint64_t Context::relieve(std::uint64_t patience_ns) {
   return released;
 }
 
-std::uint64_t Context::unused() noexcept {
-  std::lock_guard lock(mutex_);
-  clean_up();
-  return pool_.unused();
+std::uint64_t Context::unused() noexcept try {
+  const std::uint64_t through = fences_.clean_through();
+  for_each_arena([&](Arena& arena) { arena.clean_up(through); });  // superblocks become whole
+  collect();
+  for_each_arena([&](Arena& arena) { arena.clean_up(through); });  // and so do segments
+  std::lock_guard lock(global().mutex);
+  return global().pool.unused();
+} catch (...) {
+  return 0;
 }
 
 }  // namespace cushion

@@ -1,20 +1,24 @@
 // Context: all of Cushion's device memory in one CUDA context. It joins the three questions: which bytes (pool.h), who
-// may have them (heap.h), when are they clean (fence.h). Its functions are the product's allocation and free paths.
-//
-// Locks: one mutex a context, held for list and bit operations only, never across a driver call, and never two
-// contexts' at once. Every function that leaves it for a driver call looks at the generation (EventPool's) when it
-// returns: a reset in between has discarded everything.
+// may have them (lane.h, heap.h), when are they clean (fence.h). Its functions are the product's allocation and free
+// paths.
 //
 // How an allocation is served, in this order (contract §3 and §6; the first that succeeds):
-//   1. the stream's own freed blocks, clean blocks, blocks that the program has ordered before the stream
-//   2. the same again after asking the fences
-//   3. a new segment, unless MAX_SIZE or the driver refuses
-//   4. another stream's freed block, the stream made to wait on the event recorded inside that free
-//   5. a bounded wait for freed blocks; then wholly unused segments go back and the driver is asked again
-//   6. the native call; if it answers out of memory, every context gives back what it can, and the call once more: what
+//   1. its lane's magazine: under the lane's lock alone
+//   2. its arena: the stream's own freed blocks, clean blocks, blocks that the program has ordered before the stream;
+//      a stream's, thread's or bin's arena asks the global one for a superblock
+//   3. the same again after asking the fences, and again with what lay in other lanes' magazines
+//   4. a new segment, unless MAX_SIZE or the driver refuses
+//   5. another stream's freed block, the stream made to wait on the event recorded inside that free
+//   6. a bounded wait for freed blocks; then wholly unused segments go back and the driver is asked again
+//   7. the native call; if it answers out of memory, every context gives back what it can, and the call once more: what
 //      the program is told is what the driver said
+//
+// Locks, in the order in which they are taken: the context's, an arena's, a lane's, the fences'. None is held across a
+// driver call, and never two contexts', two arenas' or two lanes' at once. Every function that leaves its lock for a
+// driver call looks at the generation when it returns: a reset in between has discarded everything.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <mutex>
@@ -22,19 +26,14 @@
 #include <unordered_map>
 #include <vector>
 
+#include "core/arena.h"
 #include "core/fence.h"
+#include "core/lane.h"
 #include "core/patience.h"
 #include "core/pool.h"
 #include "core/shared.h"
 
 namespace cushion {
-
-// Who a stream is. Handles are reused after destroy, ids are not.
-struct StreamIdentity {
-  CUstream handle = nullptr;
-  std::uint64_t id = 0;
-  long owner_thread = 0;  // for a per-thread stream: the only thread that may use the handle
-};
 
 struct Request {
   std::uint64_t bytes = 0;
@@ -44,6 +43,8 @@ struct Request {
 
 class Context {
  public:
+  static constexpr int kHostLanes = 32;
+
   Context(Shared& shared, CUcontext handle, CUdevice device, std::uint64_t device_bytes, bool primary);
 
   CUcontext handle() const noexcept { return handle_; }
@@ -53,25 +54,25 @@ class Context {
   // False: not served; the call is the driver's.
   bool allocate(const Request& request, CUdeviceptr* out) noexcept;
 
-  // Frees of a block of this context. `block` came from the address map without a lock: it is checked again. Answers
+  // Frees of a block of this context. `block` came from the address map without a lock: it is claimed here. Answers
   // what the native call would: CUDA_ERROR_INVALID_VALUE for a pointer that is no live block's start.
   CUresult free(Block* block, std::uint64_t address) noexcept;  // cudaFree
   CUresult free_async(Block* block, std::uint64_t address, const StreamIdentity& stream,
                       Context& stream_context) noexcept;
 
-  // The program's events: a heap's place now, and an order that the program made.
+  // The program's events: a stream's place now, and an order that the program made.
   struct Position {
-    std::uint64_t serial = 0;  // 0: no stream-ordered block was ever freed there
+    std::uint64_t serial = 0;  // of the lane; 0: the stream is not known
     std::uint64_t stamp = 0;
     std::uint64_t generation = 0;
-    std::uint32_t index = 0;
-    std::vector<Heap::Before> before;
+    Lane* lane = nullptr;
+    std::vector<Lane::Before> before;
   };
   Position position(std::uint64_t stream_id);
   void order_after(const StreamIdentity& stream, const Position& position);
 
   // Around the program's own cuCtxSynchronize: what was freed before the call is clean after it.
-  std::uint64_t stamp() const noexcept { return fences_.stamp(); }
+  std::uint64_t advance() noexcept { return fences_.advance(); }
   std::uint64_t generation() const noexcept { return events_.generation(); }
   void synchronized(std::uint64_t stamp, std::uint64_t generation);
 
@@ -96,103 +97,152 @@ class Context {
 
   void broke(CUresult sticky) noexcept { note(sticky); }
 
-  // Readable without the lock.
-  const Usage& usage() const noexcept { return usage_; }
-  const Counters& counters() const noexcept { return counters_; }
+  // Readable without any lock: the gauges, and what the lanes have not told them yet.
+  Usage usage() const noexcept;
+  template <class Visit>
+  void for_each_tally(Visit visit) const noexcept {
+    for (const Lane& lane : host_) visit(lane.tally);
+    // Acquire: who sees a lane sees it whole. Lanes are added at the front and never removed.
+    for (const LaneNode* node = all_lanes_.load(std::memory_order_acquire); node != nullptr; node = node->next)
+      visit(node->lane.tally);
+  }
 
-  // For the report and tests, under the lock; false if the lock cannot be had in time.
+  // For the report and tests: visit(const Pool&) for the pool of each arena, under its lock; false if a lock cannot be
+  // had in time.
   template <class Visit>
   bool inspect(Patience patience, Visit visit) noexcept {
-    std::unique_lock lock(mutex_, std::defer_lock);
-    if (!lock_within(lock, patience)) return false;
-    visit(static_cast<const Pool&>(pool_));
+    for (const auto& slot : arenas_) {
+      Arena* arena = slot.load(std::memory_order_acquire);
+      if (arena == nullptr) continue;
+      std::unique_lock lock(arena->mutex, std::defer_lock);
+      if (!lock_within(lock, patience)) return false;
+      visit(static_cast<const Pool&>(arena->pool));
+    }
     return true;
   }
 
  private:
-  struct Need {
-    std::uint64_t size;  // rounded up
-    std::uint64_t alignment;
-  };
-  struct Evented {  // a free block beside the bins, with the event recorded inside its free
-    Block* block;
-    FenceEvent event;
-    std::uint64_t serial;  // of the stream heap it was freed in; 0: another context's stream, only the event counts
-    bool being_queried;
+  struct LaneNode {
+    Lane lane;
+    LaneNode* next = nullptr;
   };
 
   const Driver& driver() const noexcept { return shared_.driver; }
   const Options& options() const noexcept { return *shared_.options; }
   bool note(CUresult result) noexcept;  // remembers a sticky error; true for success
+  bool context_fences() const noexcept;
 
-  // All of these want the lock.
-  Heap* heap_of(const StreamIdentity& stream);
-  Heap* find_heap(std::uint64_t stream_id) noexcept;
-  Block* try_take(const Need& need, const Request& request);
-  void hand_out(Block& block, const Request& request) noexcept;
-  void clean_up() noexcept;  // moves what is known clean to the clean heap, recycles heaps that say nothing any more
-  std::vector<CUdeviceptr> detach_unused(std::uint64_t keep);  // takes clean, wholly free segments out of the pool
-  std::uint64_t newest_free() const noexcept;
-  void account_free(const Block& block) noexcept;
+  // ---- lanes
+  LaneRef lane_of(const StreamIdentity* stream) noexcept;   // as remembered: to be entered
+  LaneRef enter_lane(const StreamIdentity* stream);         // entered: the caller leaves it
+  LaneRef find_or_make_lane(const StreamIdentity& stream);  // with the context's lock held
+  void end_lane(Lane& lane) noexcept;                       // likewise
+  bool drain(Lane& lane) noexcept;                          // likewise: empties its magazine; whether it held any
+  void give_entry(const Magazine::Entry& entry, LaneRef by) noexcept;  // likewise
+  void tidy_lanes();
+  std::uint64_t takes_through(const Lane& lane) const noexcept {
+    return lane.is_stream() ? ~std::uint64_t{0} : fences_.clean_through();
+  }
 
-  // Takes a live block for one free alone: of two frees of one pointer a single one wins. What a free does without the
-  // lock after that is good only if the generation, read with the claim, is still the same: a reset recycles the
-  // record.
-  static bool claim(Block& block, std::uint64_t address) noexcept;
+  // ---- allocation
+  Need need_of(std::uint64_t bytes) const noexcept;
+  Need superblock_for(const Need& need) const noexcept;
+  bool refuses(std::uint64_t bytes) const noexcept;
+  Arena& global() const noexcept { return *arenas_[0].load(std::memory_order_relaxed); }
+  Arena& arena_of(const Need& need, LaneRef by);
+  void hand_out(Block& block, const Request& request) const noexcept;
+  // These want no lock held. Those without noexcept keep lists in host memory; their callers' callers catch.
+  Block* take(Arena& arena, const Need& need, const Request& request, LaneRef by);
+  Block* take_again(Arena& arena, const Need& need, const Request& request, LaneRef by);
+  Block* search(Arena& arena, const Need& need, const Request& request, LaneRef by);
+  bool refill(Arena& arena, const Need& need, LaneRef by);
+  bool grow(const Need& need, bool exact, CUresult& why);
+  Block* steal(Arena& arena, const Need& need, const Request& request, LaneRef by);
+  Block* wait_for_blocks(Arena& arena, const Need& need, const Request& request, LaneRef by);
+  bool fill(const Block& block, const Request& request) noexcept;
 
-  // These want it released. Those without noexcept keep lists in host memory; their callers' callers catch.
-  Block* search(const Need& need, const Request& request);
-  Block* grow(const Need& need, const Request& request, bool exact, CUresult& why);
-  Block* steal(const Need& need, const Request& request);
-  Block* wait_for_blocks(const Need& need, const Request& request);
+  // ---- free
+  // A free that has claimed its block: the arena that the block is of, and its generation before the claim.
+  struct Claim {
+    Block* block;
+    std::uint64_t address;
+    Arena* arena;
+    std::uint64_t generation;
+  };
+  CUresult claim(Block* block, std::uint64_t address, Claim& out) const noexcept;
+  // Gives a claimed block back: into its lane's magazine, else to its arena. `stream`: null for cudaFree.
+  void give(const Claim& claim, const StreamIdentity* stream, bool clean);
+  void give_back_entries(const Magazine::Entries& entries, LaneRef by, std::uint64_t generation) noexcept;
+  bool return_superblocks(Arena& arena, std::uint64_t keep);  // to the global arena; whether there were any
+  bool collect();  // empties every magazine, returns every idle superblock; whether there was anything
+  CUresult free_evented(const Claim& claim, const StreamIdentity& stream, Context& stream_context);
+
+  // ---- fences
   template <class Call>
   CUresult on_stream(CUstream stream, Call call) noexcept;
-  bool fill(const Block& block, const Request& request) noexcept;
   bool record_fence(Fence& fence);  // fills fence.events; false, and none taken, if there can be no fence now
   bool is_complete(std::span<const FenceEvent> events) noexcept;
-  void unclaim(Block& block, std::uint64_t address) noexcept;  // the free failed: the block is live again
   bool peers_idle();
-  void poll();  // asks the fences, takes a new one if frees lack one, cleans up
-  void poll_evented();
+  void poll(
+      std::uint64_t newest = 0);  // asks the fences, takes a new one if frees (up to `newest`) lack one, cleans up
+  void poll_evented(Arena& arena);
   void poll_streams();
   bool streams_idle();  // without context fences: whether every known stream is idle; makes no dependency
   CUresult wait_for_context(std::uint64_t& ticks_taken);  // as long as the native cudaFree would
   CUresult native_wait(std::uint64_t& ticks_taken);       // by freeing a small spare allocation
   void take_spare();
-  std::uint64_t release_unused(std::uint64_t keep);  // the number of segments given back
-  std::uint64_t give_back(const std::vector<CUdeviceptr>& segments, std::uint64_t generation) noexcept;
-  bool context_fences() const noexcept;
 
+  // ---- giving memory back
+  std::uint64_t release_unused(std::uint64_t keep);            // the number of segments given back
+  std::vector<CUdeviceptr> detach_unused(std::uint64_t keep);  // takes clean, wholly free segments out of the pool
+  std::uint64_t give_back(const std::vector<CUdeviceptr>& segments, std::uint64_t generation) noexcept;
+
+  template <class Visit>
+  void for_each_arena(Visit visit) {
+    for (auto& slot : arenas_) {
+      if (Arena* arena = slot.load(std::memory_order_acquire)) {
+        std::lock_guard lock(arena->mutex);
+        visit(*arena);
+      }
+    }
+  }
+  bool anything_unclean();
+
+  // Read on every call, written seldom.
   Shared& shared_;
   const CUcontext handle_;
   const CUdevice device_;
   const std::uint64_t device_bytes_;
   const bool primary_;
-
-  std::mutex mutex_;  // protects everything below but the atomics
-  Pool pool_;
-  FenceSet fences_;
-  EventPool events_;
-  Heap* clean_ = nullptr;
-  Heap* pending_ = nullptr;
-  std::unordered_map<std::uint64_t, Heap*> stream_heaps_;  // by stream id
-  std::vector<Evented> evented_;
-  // A byte of device memory that native_wait() frees, held beforehand: a full device must still be able to free.
-  CUdeviceptr spare_ = 0;
-  int spare_users_ = 0;         // waiters that are freeing one and will bring one back
-  Usage usage_;                 // bumped under the lock, readable without
-  Counters counters_;           // likewise: those of the allocation and free paths
-  std::uint64_t promised_ = 0;  // bytes being asked of the driver just now
-  int growing_ = 0;             // threads asking
-  bool initial_done_ = false;
-  std::size_t tidy_at_ = 64;        // so many stream heaps: time to see which are of use
-  std::vector<CUevent> farewells_;  // old drivers: recorded on streams when they were destroyed
-  bool pressure_ = false;           // growth was refused: cudaFreeAsync records its event inside itself (contract §3)
-
+  const std::uint64_t magazine_limit_;   // bytes
+  const std::uint64_t superblock_size_;  // bytes
   std::atomic<bool> alive_{true};
   std::atomic<int> closing_{0};
   std::atomic<int> broken_{0};
+  std::atomic<bool> pressure_{
+      false};  // growth was refused: cudaFreeAsync records its event inside itself (contract §3)
+  // By Arena::index; made when first needed, under the context's lock, and never destroyed.
+  std::array<std::atomic<Arena*>, Lane::kArenas> arenas_{};
+
+  std::array<Lane, kHostLanes> host_;
+  FenceSet fences_;
+  EventPool events_;
+  Gauges gauges_;
   std::atomic<CUstream> fill_stream_{nullptr};
+  std::atomic<LaneNode*> all_lanes_{nullptr};
+
+  std::mutex mutex_;                                // protects everything below, and which lanes there are
+  std::unordered_map<std::uint64_t, Lane*> lanes_;  // by stream id
+  std::vector<Lane*> spare_lanes_;
+  std::size_t tidy_at_ = 64;  // so many lanes: time to see which are of use
+  unsigned lane_count_ = 0;
+  // A byte of device memory that native_wait() frees, held beforehand: a full device must still be able to free.
+  CUdeviceptr spare_ = 0;
+  int spare_users_ = 0;         // waiters that are freeing one and will bring one back
+  std::uint64_t promised_ = 0;  // bytes being asked of the driver just now
+  int growing_ = 0;             // threads asking
+  bool initial_done_ = false;
+  std::vector<CUevent> farewells_;  // old drivers: recorded on streams when they were destroyed
 };
 
 }  // namespace cushion

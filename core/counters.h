@@ -1,7 +1,7 @@
 // Counters: what Cushion did, summed for the report. One table; a new figure is one line.
 //
 // Relaxed atomics: they order nothing and are read only by the report. What is written under a lock that all its
-// writers hold is bumped with a load and a store, which cost less than an atomic addition.
+// writers hold (a lane's) is bumped with a load and a store, which cost less than an atomic addition.
 #pragma once
 
 #include <atomic>
@@ -44,14 +44,18 @@ inline void bump(Counter& counter, std::uint64_t by = 1) noexcept {
   counter.store(counter.load(std::memory_order_relaxed) + by, std::memory_order_relaxed);
 }
 
-// A figure with its highest value. Its writers hold one lock; anybody may read.
+// A figure with its highest value. Anybody may add and read.
 class Gauge {
  public:
-  void add(std::uint64_t bytes) noexcept {
-    bump(current_, bytes);
-    if (current() > peak()) peak_.store(current(), std::memory_order_relaxed);
+  // `high` is the most that it was above its start while `by` (two's complement) came together.
+  void add(std::uint64_t by, std::uint64_t high) noexcept {
+    const std::uint64_t most = current_.fetch_add(by, std::memory_order_relaxed) + high;
+    std::uint64_t peak = peak_.load(std::memory_order_relaxed);
+    while (most > peak && !peak_.compare_exchange_weak(peak, most, std::memory_order_relaxed)) {
+    }
   }
-  void subtract(std::uint64_t bytes) noexcept { bump(current_, 0 - bytes); }
+  void add(std::uint64_t bytes) noexcept { add(bytes, bytes); }
+  void subtract(std::uint64_t bytes) noexcept { add(0 - bytes, 0); }
   std::uint64_t current() const noexcept { return current_.load(std::memory_order_relaxed); }
   std::uint64_t peak() const noexcept { return peak_.load(std::memory_order_relaxed); }
 
@@ -60,11 +64,80 @@ class Gauge {
   Counter peak_{0};
 };
 
-// Bytes that the pool of one context deals with.
+struct Gauges {  // of one context
+  Gauge requested;
+  Gauge handed_out;
+  Gauge held;
+};
+
+// What one lane counts for itself, so that independent threads and streams write to no shared line. Written under the
+// lane's lock, read by anybody. Bytes go to the context's gauges when kMost of them have come together, and when the
+// thread turns to another lane: peaks are exact while one thread allocates; with more, each adds at most kMost bytes
+// of error.
+struct Tally {
+  static constexpr std::int64_t kMost = std::int64_t{4} << 20;
+
+  struct Bytes {
+    Counter delta{0};  // two's complement: since it last went to the gauge
+    Counter high{0};   // the most that it was since then
+    void add(std::uint64_t bytes) noexcept {
+      bump(delta, bytes);
+      const std::uint64_t now = delta.load(std::memory_order_relaxed);
+      if (static_cast<std::int64_t>(now) > static_cast<std::int64_t>(high.load(std::memory_order_relaxed)))
+        high.store(now, std::memory_order_relaxed);
+    }
+    void subtract(std::uint64_t bytes) noexcept { bump(delta, 0 - bytes); }
+    bool is_much() const noexcept {
+      const auto now = static_cast<std::int64_t>(delta.load(std::memory_order_relaxed));
+      return now >= kMost || now <= -kMost;
+    }
+    void settle(Gauge& gauge) noexcept {
+      gauge.add(delta.load(std::memory_order_relaxed), high.load(std::memory_order_relaxed));
+      delta.store(0, std::memory_order_relaxed);
+      high.store(0, std::memory_order_relaxed);
+    }
+  };
+  Counter served[kApis]{};
+  Counter frees{0};
+  Bytes requested;           // by the program
+  Bytes handed_out;          // blocks given for them: requests rounded up
+  Gauges* gauges = nullptr;  // where the bytes go: its context's
+
+  void allocated(int api, std::uint64_t asked, std::uint64_t size) noexcept {
+    bump(served[api]);
+    requested.add(asked);
+    handed_out.add(size);
+    if (handed_out.is_much()) settle();
+  }
+  void freed(std::uint64_t asked, std::uint64_t size) noexcept {
+    bump(frees);
+    requested.subtract(asked);
+    handed_out.subtract(size);
+    if (handed_out.is_much()) settle();
+  }
+  void settle() noexcept {
+    requested.settle(gauges->requested);
+    handed_out.settle(gauges->handed_out);
+  }
+};
+
+// A figure now and at its highest.
+class Level {
+ public:
+  constexpr Level(std::uint64_t current, std::uint64_t peak) noexcept : current_(current), peak_(peak) {}
+  std::uint64_t current() const noexcept { return current_; }
+  std::uint64_t peak() const noexcept { return peak_; }
+
+ private:
+  std::uint64_t current_;
+  std::uint64_t peak_;
+};
+
+// Bytes that one context deals with.
 struct Usage {
-  Gauge requested;   // by the program
-  Gauge handed_out;  // blocks given for them: requests rounded up
-  Gauge held;        // segments taken from the driver
+  Level requested;   // by the program
+  Level handed_out;  // blocks given for them: requests rounded up
+  Level held;        // segments taken from the driver
 };
 
 }  // namespace cushion

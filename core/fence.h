@@ -2,12 +2,17 @@
 //
 // A fence is an event that completes after everything submitted to the whole context before it: cuCtxRecordEvent,
 // which covers legacy, blocking, non-blocking and per-thread streams, also destroyed ones whose work still runs, and
-// makes no false dependency (contract §3, measured). Each free takes a stamp; a fence carries the stamp current just
-// before its record and cleans every free up to it.
+// makes no false dependency (contract §3, measured).
+//
+// Stamps say which frees a fence covers. A free takes the counter as it stands (now(): a load, so that frees of many
+// threads share a line that nobody writes). Whoever is about to record something advances the counter first, and covers
+// the frees that took no more than what it was (advance()). Why that is enough: the free read the counter before it was
+// advanced, and before that read its thread took its lane's lock with a sequentially consistent exchange, a full
+// barrier; so all work submitted before the free is visible to the driver before the counter moves, and the record
+// comes after. A free that comes too late reads a later stamp and is left to the next fence.
 //
 // Invariants, each of which a test breaks:
-//  - a fence's stamp is read before its event is recorded: work submitted before a free that it covers was submitted
-//    before the record;
+//  - the counter is advanced before the event is recorded or the wait is begun, never after;
 //  - an error from the driver never makes anything clean;
 //  - an event goes back to the pool of spare events only when no fence, block or waiter depends on it;
 //  - a fence recorded later than a free is only queried, never waited on without bound, never made a stream wait:
@@ -73,61 +78,72 @@ struct Fence {
   std::uint64_t id = 0;
 };
 
-// The fences under way, oldest first, and the highest stamp known complete. The context's lock protects all of it.
+// The fences under way, oldest first, and the highest stamp known complete. Its lock is a leaf and protects the list;
+// the stamps are atomics.
 class FenceSet {
  public:
   static constexpr std::size_t kMost = 32;  // more would only be queried in vain
 
-  std::uint64_t stamp() const noexcept { return stamp_.load(std::memory_order_acquire); }
-  std::uint64_t next_stamp() noexcept { return stamp_.fetch_add(1, std::memory_order_release) + 1; }
-  std::uint64_t clean_through() const noexcept { return clean_through_; }
+  // The stamp that a free takes. Sequentially consistent, see above.
+  std::uint64_t now() const noexcept { return stamp_.load(std::memory_order_seq_cst); }
+  // Before a record or a wait: the stamp that it covers.
+  std::uint64_t advance() noexcept { return stamp_.fetch_add(1, std::memory_order_seq_cst); }
+
+  // Acquire and release: who reads that a free is clean comes after the driver call that said so.
+  std::uint64_t clean_through() const noexcept { return clean_through_.load(std::memory_order_acquire); }
   void completed(std::uint64_t stamp) noexcept {
-    if (stamp > clean_through_) clean_through_ = stamp;
+    std::uint64_t known = clean_through();
+    while (stamp > known && !clean_through_.compare_exchange_weak(known, stamp, std::memory_order_acq_rel)) {
+    }
   }
 
-  // Whether frees up to stamp() lack a fence that will clean them, and there is room for one.
-  bool wants_fence(std::uint64_t newest_free) const noexcept {
-    const std::uint64_t covered = fences_.empty() ? clean_through_ : std::max(fences_.back().stamp, clean_through_);
-    return newest_free > covered && fences_.size() < kMost;
+  // Whether frees up to `newest` lack a fence that will clean them, and there is room for one.
+  bool wants_fence(std::uint64_t newest) const noexcept {
+    std::lock_guard lock(mutex_);
+    const std::uint64_t covered = fences_.empty() ? clean_through() : std::max(fences_.back().stamp, clean_through());
+    return newest > covered && fences_.size() < kMost;
   }
   void add(Fence fence) {
+    std::lock_guard lock(mutex_);
     fence.id = ++last_id_;
     fences_.push_back(std::move(fence));
   }
-  // The oldest fence that nobody is querying, marked as being queried by the caller; null if there is none.
-  Fence* claim() noexcept {
+  // The oldest fence that nobody is querying, marked as being queried by the caller: its id, and a copy of its events
+  // in `events`; 0 if there is none.
+  std::uint64_t claim(std::vector<FenceEvent>& events) {
+    std::lock_guard lock(mutex_);
     for (Fence& f : fences_) {
-      if (!f.being_queried) {
-        f.being_queried = true;
-        return &f;
-      }
+      if (f.being_queried) continue;
+      events = f.events;
+      f.being_queried = true;
+      return f.id;
     }
-    return nullptr;
+    return 0;
   }
-  // Ends the query of fence `id`: complete, its stamp is clean and its events are returned for release.
-  std::vector<FenceEvent> finish(std::uint64_t id, bool complete) noexcept {
+  // Ends the query of fence `id`: complete, its stamp is clean and its events go back.
+  void finish(std::uint64_t id, bool complete) noexcept {
+    std::lock_guard lock(mutex_);
     for (auto f = fences_.begin(); f != fences_.end(); ++f) {
       if (f->id != id) continue;
       f->being_queried = false;
-      if (!complete) return {};
+      if (!complete) return;
       completed(f->stamp);
-      auto events = std::move(f->events);
+      for (FenceEvent& event : f->events) event.release();
       fences_.erase(f);
-      return events;
+      return;
     }
-    return {};
   }
   // The context is gone: what it held is forgotten. Stamps go on, so that old ones stay old.
   void abandon() noexcept {
+    std::lock_guard lock(mutex_);
     fences_.clear();
-    clean_through_ = stamp();
+    completed(advance());
   }
 
  private:
-  // Read without the lock before the program's own cuCtxSynchronize: acquire, so that a free that the caller knows of
-  // has its stamp in what is read.
-  std::atomic<std::uint64_t> stamp_{0};
-  std::uint64_t clean_through_ = 0;
+  alignas(64) std::atomic<std::uint64_t> stamp_{1};  // 0 is "clean"
+  std::atomic<std::uint64_t> clean_through_{0};
+  alignas(64) mutable std::mutex mutex_;
   std::uint64_t last_id_ = 0;
   std::deque<Fence> fences_;
 };

@@ -13,7 +13,7 @@
 
 namespace cushion {
 
-enum class AllocatorKind : std::uint8_t { pool, cuda };
+enum class AllocatorKind : std::uint8_t { pool, arena, binning, cuda };
 enum class FreeMode : std::uint8_t { sync, deferred };
 enum class InitMode : std::uint8_t { none, zero, junk };
 enum class TrackLevel : std::uint8_t { off, on };

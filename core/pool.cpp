@@ -1,19 +1,8 @@
 #include "core/pool.h"
 
 #include <algorithm>
-#include <atomic>
 
 namespace cushion {
-namespace {
-
-constinit std::atomic<std::uint64_t> g_heap_serial{0};
-
-std::uint64_t at(const Block& block) noexcept { return block.address.load(std::memory_order_relaxed); }
-BlockState state_of(const Block& block) noexcept { return block.state.load(std::memory_order_relaxed); }
-void set_state(Block& block, BlockState state) noexcept { block.state.store(state, std::memory_order_relaxed); }
-
-}  // namespace
-
 Heap* Pool::make_heap(Order order) {
   Heap* heap = nullptr;
   if (spare_heaps_.empty()) {
@@ -29,21 +18,19 @@ Heap* Pool::make_heap(Order order) {
     heap->index = index;
   }
   heap->order = order;
-  heap->serial = g_heap_serial.fetch_add(1, std::memory_order_relaxed) + 1;
   heaps_[heap->index] = heap;
   return heap;
 }
 
 void Pool::drop(Heap* heap) noexcept {
   heaps_[heap->index] = nullptr;
-  heap->serial = 0;
   spare_heaps_.push_back(heap);
 }
 
 Block* Pool::cut(Block* block, std::uint64_t size) noexcept {
   Block* rest = blocks_.make();
   if (rest == nullptr) return nullptr;
-  rest->address.store(at(*block) + size, std::memory_order_relaxed);
+  rest->set(block->address() + size, BlockState::unused);
   rest->size = block->size - size;
   rest->lower = block;
   rest->upper = block->upper;
@@ -69,26 +56,23 @@ Block* Pool::take(Heap& heap, std::uint64_t size, std::uint64_t alignment, std::
   }
   if (block->size > size) {
     if (Block* rest = cut(block, size); rest != nullptr) {
-      set_state(*rest, BlockState::free);
+      rest->set(BlockState::free);
       rest->heap = heap.index;
       rest->idle.stamp = freed;
       heap.bins.insert(rest);
     }
   }
   block->heap = heap.index;
-  free_ -= block->size;
   if (whole) unused_ -= had;
-  publish_live(block);
+  if (!segment_of(*block)->enter(block, leaves_)) {
+    put(block, heap, freed);
+    return nullptr;
+  }
+  free_ -= block->size;
+  block->live = {};
+  block->set(BlockState::live);
   return block;
 }
-
-void Pool::publish_live(Block* block) noexcept {
-  block->live = {};
-  block->state.store(BlockState::live, std::memory_order_release);
-  segment_of(*block)->enter(at(*block), block);
-}
-
-void Pool::unpublish_live(Block* block) noexcept { segment_of(*block)->enter(at(*block), nullptr); }
 
 void Pool::put(Block* block, Heap& heap, std::uint64_t stamp) noexcept {
   if (Block* upper = block->upper; free_in(upper, heap)) {
@@ -97,7 +81,7 @@ void Pool::put(Block* block, Heap& heap, std::uint64_t stamp) noexcept {
     block->size += upper->size;
     block->upper = upper->upper;
     if (block->upper != nullptr) block->upper->lower = block;
-    set_state(*upper, BlockState::unused);
+    upper->set(BlockState::unused);
     blocks_.recycle(upper);
   }
   if (Block* lower = block->lower; free_in(lower, heap)) {
@@ -106,11 +90,11 @@ void Pool::put(Block* block, Heap& heap, std::uint64_t stamp) noexcept {
     lower->size += block->size;
     lower->upper = block->upper;
     if (lower->upper != nullptr) lower->upper->lower = lower;
-    set_state(*block, BlockState::unused);
+    block->set(BlockState::unused);
     blocks_.recycle(block);
     block = lower;
   }
-  set_state(*block, BlockState::free);
+  block->set(BlockState::free);
   block->heap = heap.index;
   block->idle.stamp = stamp;
   heap.newest = std::max(heap.newest, stamp);
@@ -119,7 +103,7 @@ void Pool::put(Block* block, Heap& heap, std::uint64_t stamp) noexcept {
 }
 
 void Pool::give(Block* block, Heap& heap, std::uint64_t stamp) noexcept {
-  unpublish_live(block);
+  segment_of(*block)->leave(*block, leaves_);
   free_ += block->size;
   put(block, heap, stamp);
 }
@@ -131,9 +115,8 @@ void Pool::move(Block* block, Heap& to) noexcept {
 }
 
 void Pool::give_evented(Block* block, Heap& heap, std::uint64_t stamp) noexcept {
-  unpublish_live(block);
   free_ += block->size;
-  set_state(*block, BlockState::evented);
+  block->set(BlockState::evented);
   block->heap = heap.index;
   block->idle = {nullptr, nullptr, stamp};
   heap.newest = std::max(heap.newest, stamp);
@@ -141,10 +124,14 @@ void Pool::give_evented(Block* block, Heap& heap, std::uint64_t stamp) noexcept 
 
 void Pool::take_evented(Block* block) noexcept {
   free_ -= block->size;
-  publish_live(block);
+  block->live = {};
+  block->set(BlockState::live);
 }
 
-void Pool::settle_evented(Block* block, Heap& to) noexcept { put(block, to, block->idle.stamp); }
+void Pool::settle_evented(Block* block, Heap& to) noexcept {
+  segment_of(*block)->leave(*block, leaves_);
+  put(block, to, block->idle.stamp);
+}
 
 void Pool::trim(Block* live, std::uint64_t size, Heap& rest_to, std::uint64_t stamp) noexcept {
   if (live->size <= size) return;
@@ -154,7 +141,7 @@ void Pool::trim(Block* live, std::uint64_t size, Heap& rest_to, std::uint64_t st
   }
 }
 
-bool Pool::add(std::uint64_t address, std::uint64_t size, Heap& heap) noexcept {
+bool Pool::add(std::uint64_t address, std::uint64_t size, Heap& heap, std::uint64_t stamp) noexcept {
   Segment* segment = spare_segments_;
   if (segment != nullptr) {
     spare_segments_ = segment->next;
@@ -162,29 +149,39 @@ bool Pool::add(std::uint64_t address, std::uint64_t size, Heap& heap) noexcept {
     segment = segment_records_.make();
   }
   Block* block = blocks_.make();
-  if (segment == nullptr || block == nullptr || !segment->open(context_, address, size)) return false;
-  block->address.store(address, std::memory_order_relaxed);
+  if (segment == nullptr || block == nullptr || !segment->open(arena_, address, size)) {
+    if (segment != nullptr) keep_spare(segment);
+    if (block != nullptr) blocks_.recycle(block);
+    return false;
+  }
+  block->set(address, BlockState::unused);
   block->size = size;
   segment->first = block;
   segment->previous = nullptr;
   segment->next = segments_;
-  if (!map_.set(address, size, segment)) return false;
+  segment->beneath = map_.find(address);
+  if (!map_.set(address, size, segment)) {
+    segment->close(leaves_);
+    keep_spare(segment);
+    blocks_.recycle(block);
+    return false;
+  }
   if (segments_ != nullptr) segments_->previous = segment;
   segments_ = segment;
   held_ += size;
   free_ += size;
-  put(block, heap, 0);
+  put(block, heap, stamp);
   return true;
 }
 
 void Pool::remove(Segment* segment) noexcept {
-  map_.set(segment->address(), segment->size(), nullptr);
+  map_.set(segment->address(), segment->size(), segment->beneath);
   Block* block = segment->first;
   heaps_[block->heap]->bins.remove(block);
   held_ -= block->size;
   free_ -= block->size;
   unused_ -= block->size;
-  set_state(*block, BlockState::unused);
+  block->set(BlockState::unused);
   blocks_.recycle(block);
   if (segment->previous != nullptr) {
     segment->previous->next = segment->next;
@@ -192,9 +189,8 @@ void Pool::remove(Segment* segment) noexcept {
     segments_ = segment->next;
   }
   if (segment->next != nullptr) segment->next->previous = segment->previous;
-  segment->close();
-  segment->next = spare_segments_;
-  spare_segments_ = segment;
+  segment->close(leaves_);
+  keep_spare(segment);
 }
 
 void Pool::abandon() noexcept {
@@ -204,18 +200,16 @@ void Pool::abandon() noexcept {
     map_.set(segment->address(), segment->size(), nullptr);
     for (Block* block = segment->first; block != nullptr;) {
       Block* upper = block->upper;
-      set_state(*block, BlockState::unused);
+      block->set(BlockState::unused);
       blocks_.recycle(block);
       block = upper;
     }
-    segment->close();
-    segment->next = spare_segments_;
-    spare_segments_ = segment;
+    segment->close(leaves_);
+    keep_spare(segment);
   }
   for (Heap*& heap : heaps_) {
     if (heap != nullptr) {
       heap->bins = Bins{};
-      heap->serial = 0;
       spare_heaps_.push_back(heap);
       heap = nullptr;
     }
@@ -227,7 +221,7 @@ std::uint64_t Pool::largest_free() const noexcept {
   std::uint64_t largest = 0;
   for (const Segment* s = segments_; s != nullptr; s = s->next) {
     for (const Block* b = s->first; b != nullptr; b = b->upper) {
-      if (state_of(*b) == BlockState::free) largest = std::max(largest, b->size);
+      if (b->state() == BlockState::free) largest = std::max(largest, b->size);
     }
   }
   return largest;
@@ -242,19 +236,19 @@ bool Pool::valid() const noexcept {
     std::uint64_t expected = s->address();
     const Block* lower = nullptr;
     for (const Block* b = s->first; b != nullptr; lower = b, b = b->upper) {
-      if (at(*b) != expected || b->lower != lower || b->size == 0 || b->size % kUnit != 0) return false;
-      if (map_.find(at(*b)) != s) return false;
+      if (b->address() != expected || b->lower != lower || b->size == 0 || b->size % kUnit != 0) return false;
+      if (map_.find(b->address()) != s && b->api != Api::superblock) return false;
       expected += b->size;
-      const BlockState state = state_of(*b);
-      const bool is_live = state == BlockState::live || state == BlockState::freeing;
-      if (s->block_at(at(*b)) != (is_live ? b : nullptr)) return false;
+      const BlockState state = b->state();
+      const bool is_live = state == BlockState::live || state == BlockState::freeing || state == BlockState::cached;
+      if (s->block_at(b->address()) != (is_live || state == BlockState::evented ? b : nullptr)) return false;
       if (state == BlockState::unused) return false;
       if (is_live) continue;
       idle += b->size;
       if (heaps_[b->heap] == nullptr || b->idle.stamp > heaps_[b->heap]->newest) return false;
       if (state == BlockState::free) {
         binned += b->size;
-        if (lower != nullptr && state_of(*lower) == BlockState::free && lower->heap == b->heap) return false;
+        if (lower != nullptr && lower->state() == BlockState::free && lower->heap == b->heap) return false;
       }
     }
     if (expected != s->address() + s->size()) return false;

@@ -1,9 +1,9 @@
-// Pool: which bytes serve an allocation. The segments of one context, cut into blocks; free blocks lie in the bins
+// Pool: which bytes serve an allocation. The segments of one arena, cut into blocks; free blocks lie in the bins
 // of their heap (heap.h). Best fit within size bins, split exactly, merge at once with free neighbours of the same
 // heap. Constant time: a take or a give is a few bit scans and list links, and no device memory is touched.
 //
 // The pool does not know what order means: it never moves a block to another heap unless told to. Not thread safe:
-// every function wants the context's lock held.
+// every function wants the arena's lock held.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ namespace cushion {
 
 class Pool {
  public:
-  Pool(AddressMap& map, Context* context) noexcept : map_(map), context_(context) {}
+  Pool(AddressMap& map, Arena* arena) noexcept : map_(map), arena_(arena) {}
 
   // Heaps. A new heap's index stays its own until drop(); drop() wants it empty.
   Heap* make_heap(Order order);
@@ -41,8 +41,9 @@ class Pool {
   void settle_evented(Block* block, Heap& to) noexcept;  // becomes an ordinary free block of `to`
   void trim(Block* live, std::uint64_t size, Heap& rest_to, std::uint64_t stamp) noexcept;  // gives back the tail
 
-  // Segments. add() makes the whole range one free block of `heap`; false when the host is out of memory.
-  bool add(std::uint64_t address, std::uint64_t size, Heap& heap) noexcept;
+  // Segments. add() makes the whole range one block of `heap`, freed at `stamp`; false when the host is out of memory.
+  // A range that the map knows already is a superblock: remove() gives the map its old entry back.
+  bool add(std::uint64_t address, std::uint64_t size, Heap& heap, std::uint64_t stamp = 0) noexcept;
   // Takes a segment that is one free block out of the pool and the map; the range is then the caller's.
   void remove(Segment* segment) noexcept;
   // Takes out every segment, whatever is live in it: the context is gone.
@@ -50,9 +51,7 @@ class Pool {
   Segment* segments() const noexcept { return segments_; }
   // The segment's one block if all of it is free, else null.
   static Block* wholly_free(const Segment& segment) noexcept {
-    return segment.first->upper == nullptr && segment.first->state.load(std::memory_order_relaxed) == BlockState::free
-               ? segment.first
-               : nullptr;
+    return segment.first->upper == nullptr && segment.first->state() == BlockState::free ? segment.first : nullptr;
   }
 
   std::uint64_t held() const noexcept { return held_; }        // bytes of all segments
@@ -68,33 +67,33 @@ class Pool {
   void for_each_live(Visit visit) const noexcept {
     for (const Segment* s = segments_; s != nullptr; s = s->next) {
       for (const Block* b = s->first; b != nullptr; b = b->upper) {
-        const BlockState state = b->state.load(std::memory_order_relaxed);
-        if (state == BlockState::live || state == BlockState::freeing) visit(*b);
+        const BlockState state = b->state();
+        if ((state == BlockState::live || state == BlockState::freeing) && b->api != Api::superblock) visit(*b);
       }
     }
   }
 
  private:
   bool free_in(const Block* block, const Heap& heap) const noexcept {
-    return block != nullptr && block->state.load(std::memory_order_relaxed) == BlockState::free &&
-           block->heap == heap.index;
+    return block != nullptr && block->state() == BlockState::free && block->heap == heap.index;
   }
   Block* cut(Block* block, std::uint64_t size) noexcept;  // splits; returns the upper part, unlinked from any bin
   void put(Block* block, Heap& heap, std::uint64_t stamp) noexcept;  // merges and inserts a block that is in no bin
-  void publish_live(Block* block) noexcept;
-  void unpublish_live(Block* block) noexcept;
-  Segment* segment_of(const Block& block) const noexcept {
-    return map_.find(block.address.load(std::memory_order_relaxed));
+  void keep_spare(Segment* segment) noexcept {
+    segment->next = spare_segments_;
+    spare_segments_ = segment;
   }
+  Segment* segment_of(const Block& block) const noexcept { return map_.find(block.address()); }
 
   AddressMap& map_;
-  Context* context_;
+  Arena* arena_;
   std::vector<Heap*> heaps_;
   std::vector<Heap*> spare_heaps_;
   Segment* segments_ = nullptr;
   Segment* spare_segments_ = nullptr;
   Slab<Block> blocks_;
   Slab<Segment> segment_records_;
+  Leaves leaves_;
   std::uint64_t held_ = 0;
   std::uint64_t unused_ = 0;
   std::uint64_t free_ = 0;

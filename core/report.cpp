@@ -183,9 +183,10 @@ struct DeviceBytes {
   }
 
  private:
-  void add(int figure, const Gauge& gauge) noexcept {
-    current[figure] += gauge.current();
-    peak[figure] += gauge.peak();
+  template <class Figure>  // Gauge or Level
+  void add(int figure, const Figure& from) noexcept {
+    current[figure] += from.current();
+    peak[figure] += from.peak();
   }
 };
 
@@ -200,7 +201,11 @@ struct Totals {
 
   explicit Totals(Shared& shared) noexcept {
     add(shared.counters);
-    shared.for_each_context([&](const Context& context) { add(context.counters()); });
+    shared.for_each_context([&](const Context& context) { context.for_each_tally([&](const Tally& t) { add(t); }); });
+  }
+  void add(const Tally& from) noexcept {
+    for (int i = 0; i < kApis; ++i) served[i] += from.served[i].load(std::memory_order_relaxed);
+    frees_served += from.frees.load(std::memory_order_relaxed);
   }
   void add(const Counters& from) noexcept {
     for (int i = 0; i < kApis; ++i) {

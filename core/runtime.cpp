@@ -30,10 +30,9 @@ struct ContextCache {
   std::uint64_t epoch;
 };
 struct StreamCache {
-  CUstream handle;
+  StreamIdentity identity;
   CUcontext current;  // for handles 0, 1 and 2, which mean another stream in each context
   Context* context;
-  std::uint64_t id;
   std::uint64_t epoch;
 };
 constexpr std::size_t kStreamCaches = 8;
@@ -176,7 +175,7 @@ Context* Runtime::current_context() noexcept {
   return shared_.driver.cuCtxGetCurrent(&handle) == CUDA_SUCCESS ? context_of(handle) : nullptr;
 }
 
-CUresult Runtime::identify(CUstream stream, StreamIdentity& identity, Context*& context) noexcept {
+CUresult Runtime::identify(CUstream stream, const StreamIdentity*& identity, Context*& context) noexcept {
   const Driver& driver = shared_.driver;
   InsideDriver inside;
   const bool special = is_legacy(stream) || is_per_thread(stream);
@@ -186,8 +185,8 @@ CUresult Runtime::identify(CUstream stream, StreamIdentity& identity, Context*& 
   if (special && current == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
   const std::uint64_t epoch = shared_.handle_epoch.load(std::memory_order_acquire);
   StreamCache& cache = t_streams[(reinterpret_cast<std::uintptr_t>(stream) >> 4) % kStreamCaches];
-  if (cache.handle != stream || cache.current != current || cache.epoch != epoch || cache.context == nullptr) {
-    StreamCache fresh{stream, current, nullptr, kLegacyId, epoch};
+  if (cache.identity.handle != stream || cache.current != current || cache.epoch != epoch || cache.context == nullptr) {
+    StreamCache fresh{{stream, kLegacyId, 0, {}}, current, nullptr, epoch};
     CUcontext owner = current;
     if (!special) {
       if (driver.cuStreamGetCtx == nullptr) return CUDA_ERROR_NOT_SUPPORTED;
@@ -200,13 +199,16 @@ CUresult Runtime::identify(CUstream stream, StreamIdentity& identity, Context*& 
                                                     : reinterpret_cast<std::uintptr_t>(stream);
       if (driver.cuStreamGetId != nullptr) result = driver.cuStreamGetId(stream, &id);
       if (result != CUDA_SUCCESS) return result;
-      fresh.id = id;
+      fresh.identity.id = id;
+    }
+    if (is_per_thread(stream)) {
+      fresh.identity.owner_thread = thread_id();
+      shared_.streams.lose();  // only its own thread can ask it
     }
     fresh.context = context_of(owner);
     cache = fresh;
   }
-  if (is_per_thread(stream)) shared_.streams.lose();  // only its own thread can ask it
-  identity = {stream, cache.id, is_per_thread(stream) ? thread_id() : 0};
+  identity = &cache.identity;
   context = cache.context;
   return CUDA_SUCCESS;
 }
@@ -214,26 +216,26 @@ CUresult Runtime::identify(CUstream stream, StreamIdentity& identity, Context*& 
 // ---- allocation and free -----------------------------------------------------------------------------------------
 
 bool Runtime::malloc(CUdeviceptr* out, std::size_t bytes, Api api) noexcept {
-  if (out == nullptr || bytes == 0 || options().allocator != AllocatorKind::pool) return false;
+  if (out == nullptr || bytes == 0 || options().allocator == AllocatorKind::cuda) return false;
   Context* context = current_context();
   return context != nullptr && context->allocate({bytes, api, nullptr}, out);
 }
 
 bool Runtime::malloc_async(CUdeviceptr* out, std::size_t bytes, CUstream stream) noexcept {
-  if (out == nullptr || bytes == 0 || options().allocator != AllocatorKind::pool) return false;
+  if (out == nullptr || bytes == 0 || options().allocator == AllocatorKind::cuda) return false;
   if (shared_.gate.capturing(shared_.driver, stream)) return false;  // a graph node
-  StreamIdentity identity;
+  const StreamIdentity* identity = nullptr;
   Context* context = nullptr;
   return identify(stream, identity, context) == CUDA_SUCCESS && context != nullptr &&
          !native_async_[index_of(context->device())].load(std::memory_order_relaxed) &&
-         context->allocate({bytes, Api::malloc_async, &identity}, out);
+         context->allocate({bytes, Api::malloc_async, identity}, out);
 }
 
 std::optional<CUresult> Runtime::free(CUdeviceptr address) noexcept {
   Segment* segment = shared_.map.find(address);
   if (segment == nullptr) return std::nullopt;
   Block* block = segment->block_at(address);
-  return block == nullptr ? CUDA_ERROR_INVALID_VALUE : segment->context()->free(block, address);
+  return block == nullptr ? CUDA_ERROR_INVALID_VALUE : segment->arena()->context().free(block, address);
 }
 
 std::optional<CUresult> Runtime::free_async(CUdeviceptr address, CUstream stream) noexcept {
@@ -242,16 +244,16 @@ std::optional<CUresult> Runtime::free_async(CUdeviceptr address, CUstream stream
   Block* block = segment->block_at(address);
   if (block == nullptr) return CUDA_ERROR_INVALID_VALUE;
   if (shared_.gate.capturing(shared_.driver, stream)) return CUDA_ERROR_INVALID_VALUE;  // as natively (contract §4)
-  StreamIdentity identity;
+  const StreamIdentity* identity = nullptr;
   Context* stream_context = nullptr;
   const CUresult result = identify(stream, identity, stream_context);
   if (result != CUDA_SUCCESS) return result;
   if (stream_context == nullptr) {  // its context is not served: its work cannot be followed, but it can be waited for
     RelaxedCaptureMode relaxed(shared_.driver);
     const CUresult waited = shared_.driver.call(shared_.driver.cuStreamSynchronize, stream);
-    return waited != CUDA_SUCCESS ? waited : segment->context()->free(block, address);
+    return waited != CUDA_SUCCESS ? waited : segment->arena()->context().free(block, address);
   }
-  return segment->context()->free_async(block, address, identity, *stream_context);
+  return segment->arena()->context().free_async(block, address, *identity, *stream_context);
 }
 
 // ---- what went to the driver -------------------------------------------------------------------------------------
@@ -325,17 +327,17 @@ std::uint64_t Runtime::unused_in_current() noexcept {
 // ---- order -------------------------------------------------------------------------------------------------------
 
 Runtime::Mark Runtime::before_record(CUevent event, CUstream stream) noexcept try {
-  if ((shared_.stream_heaps.load(std::memory_order_relaxed) == 0 &&
+  if ((shared_.stream_lanes.load(std::memory_order_relaxed) == 0 &&
        event_count_.load(std::memory_order_relaxed) == 0) ||
       shared_.foreign_events.load(std::memory_order_relaxed)) {
     return {};
   }
   Mark mark;
-  StreamIdentity identity;
+  const StreamIdentity* identity = nullptr;
   Context* context = nullptr;
   if (!shared_.gate.capturing(shared_.driver, stream) && identify(stream, identity, context) == CUDA_SUCCESS &&
       context != nullptr) {
-    mark.position = context->position(identity.id);
+    mark.position = context->position(identity->id);
     mark.context = mark.position.serial != 0 ? context : nullptr;
   }
   // From here until after_record the event says nothing: which of two records at the same time is the last, only the
@@ -385,10 +387,10 @@ void Runtime::after_wait(CUevent event, CUstream stream, const Mark& mark) noexc
     const auto found = events_->find(event);
     if (found == events_->end() || found->second.version != mark.version) return;  // recorded anew meanwhile
   }
-  StreamIdentity identity;
+  const StreamIdentity* identity = nullptr;
   Context* context = nullptr;
   if (identify(stream, identity, context) == CUDA_SUCCESS && context == mark.context)
-    context->order_after(identity, mark.position);
+    context->order_after(*identity, mark.position);
 } catch (...) {
 }
 
@@ -409,10 +411,11 @@ void Runtime::stream_created(CUstream stream) noexcept try {
 }
 
 void Runtime::stream_going(CUstream stream) noexcept try {
-  StreamIdentity identity;
+  const StreamIdentity* identity = nullptr;
   Context* context = nullptr;
   const bool own = !is_legacy(stream) && !is_per_thread(stream);
-  if (own && identify(stream, identity, context) == CUDA_SUCCESS && context != nullptr) context->stream_going(identity);
+  if (own && identify(stream, identity, context) == CUDA_SUCCESS && context != nullptr)
+    context->stream_going(*identity);
   shared_.handle_epoch.fetch_add(1, std::memory_order_release);
 } catch (...) {
 }
@@ -422,7 +425,7 @@ Runtime::SyncMark Runtime::before_synchronize(CUcontext handle) noexcept {
   if (handle == nullptr && shared_.driver.cuCtxGetCurrent(&handle) != CUDA_SUCCESS) return {};
   Context* context = find_context(handle);
   if (context == nullptr || !context->alive()) return {};
-  return {context, context->stamp(), context->generation()};
+  return {context, context->advance(), context->generation()};
 }
 
 void Runtime::after_synchronize(const SyncMark& mark) noexcept try {

@@ -131,7 +131,8 @@ class Runtime {
   Context* current_context() noexcept;
   bool make_context(CUcontext handle, Context*& out) noexcept;
   // The driver's error for a bad stream; success and a null context for a stream of a context that is not served.
-  CUresult identify(CUstream stream, StreamIdentity& identity, Context*& context) noexcept;
+  // `identity` is this thread's, good until it identifies another stream.
+  CUresult identify(CUstream stream, const StreamIdentity*& identity, Context*& context) noexcept;
 
   Shared shared_;
   Program* program_ = nullptr;

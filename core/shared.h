@@ -45,8 +45,9 @@ struct Shared {
   // µs.)
   std::uint64_t noticeable_wait = 0;
 
-  // Streams that stream-ordered frees were seen on: while there are none, event hooks have nothing to note.
-  std::atomic<int> stream_heaps{0};
+  // Streams that stream-ordered allocations or frees were seen on: while there are none, event hooks have nothing to
+  // note.
+  std::atomic<int> stream_lanes{0};
 
   // Bumped when a stream or context goes: thread-local caches of handles are then asked anew.
   std::atomic<std::uint64_t> handle_epoch{1};

@@ -1,0 +1,127 @@
+#include "core/arena.h"
+
+#include <algorithm>
+
+namespace cushion {
+namespace {
+
+constexpr std::uint64_t kAnyStamp = ~std::uint64_t{0};
+
+}  // namespace
+
+Arena::Arena(AddressMap& map, Context& context, int index) : pool(map, this), context_(context), index_(index) {
+  clean = pool.make_heap(Order::clean);
+  pending = pool.make_heap(Order::pending);
+}
+
+Heap* Arena::heap_of(LaneRef by) noexcept try {
+  if (!by.lane->is_stream() || !by.lane->is(by.serial)) return pending;
+  Heap*& heap = by.lane->heaps[static_cast<std::size_t>(index_)];
+  if (heap == nullptr) {
+    heap = pool.make_heap(Order::stream);
+    heap->lane = by.lane;
+  }
+  return heap;
+} catch (...) {  // no host memory
+  return pending;
+}
+
+Block* Arena::take(const Need& need, LaneRef by) noexcept {
+  const bool stream = by.lane->is_stream() && by.lane->is(by.serial);
+  if (stream) {
+    if (Heap* own = by.lane->heaps[static_cast<std::size_t>(index_)]; own != nullptr) {
+      if (Block* block = pool.take(*own, need.size, need.alignment, kAnyStamp)) return block;
+    }
+    for (Evented& e : evented) {  // its own, freed under pressure: no wait is needed
+      if (e.serial != by.serial || e.being_queried || !Bins::fits(*e.block, need.size, need.alignment) ||
+          Bins::lead(*e.block, need.alignment) != 0) {
+        continue;
+      }
+      Block* block = e.block;
+      const std::uint64_t freed = block->idle.stamp;
+      Heap* heap = heap_of(by);
+      pool.take_evented(block);
+      pool.trim(block, need.size, *heap, freed);
+      e.event.release();
+      evented.erase(evented.begin() + (&e - evented.data()));
+      return block;
+    }
+  }
+  if (Block* block = pool.take(*clean, need.size, need.alignment, kAnyStamp)) return block;
+  if (!stream || !by.lane->enter(by.serial)) return nullptr;
+  Block* block = nullptr;
+  for (const Lane::Before& earlier : by.lane->before) {
+    Heap* heap = earlier.lane->is(earlier.serial) ? earlier.lane->heaps[static_cast<std::size_t>(index_)] : nullptr;
+    if (heap == nullptr) continue;
+    block = pool.take(*heap, need.size, need.alignment, earlier.stamp);
+    if (block != nullptr) break;
+  }
+  by.lane->leave();
+  return block;
+}
+
+void Arena::give(Block* block, LaneRef by, std::uint64_t stamp) noexcept { pool.give(block, *heap_of(by), stamp); }
+
+bool Arena::add_superblock(const Block& superblock, bool was_clean, LaneRef by, std::uint64_t stamp) noexcept {
+  Heap* heap = was_clean ? clean : heap_of(by);
+  return pool.add(superblock.address(), superblock.size, *heap, was_clean ? 0 : stamp);
+}
+
+void Arena::detach_superblocks(std::uint64_t keep, std::vector<Superblock>& out) {
+  for (Segment* segment = pool.segments(); segment != nullptr && pool.unused() > keep;) {
+    Segment* next = segment->next;
+    if (const Block* block = Pool::wholly_free(*segment)) {
+      const Heap& heap = *pool.heap(block->heap);
+      LaneRef lane;
+      if (heap.lane != nullptr) lane = {heap.lane, heap.lane->serial()};
+      out.push_back({segment->address(), heap.order, lane, block->idle.stamp});
+      pool.remove(segment);
+    }
+    segment = next;
+  }
+}
+
+void Arena::forget(Lane& lane) noexcept {
+  Heap*& heap = lane.heaps[static_cast<std::size_t>(index_)];
+  if (heap == nullptr) return;
+  heap->bins.for_each([&](Block* block) { pool.move(block, *pending); });
+  pool.drop(heap);
+  heap = nullptr;
+}
+
+void Arena::clean_up(std::uint64_t through) noexcept {
+  for (Evented& e : evented) {
+    if (e.serial == 0 || e.being_queried || e.block->idle.stamp > through) continue;
+    pool.settle_evented(e.block, *clean);
+    e.event.release();
+    e.block = nullptr;
+  }
+  std::erase_if(evented, [](const Evented& e) { return e.block == nullptr; });
+  for (Heap* heap : pool.heaps()) {
+    if (heap == nullptr || heap->order == Order::clean) continue;
+    heap->bins.for_each([&](Block* block) {
+      if (block->idle.stamp <= through) pool.move(block, *clean);
+    });
+  }
+}
+
+std::uint64_t Arena::newest_unclean() const noexcept {
+  std::uint64_t newest = 0;
+  for (const Heap* heap : pool.heaps()) {
+    if (heap != nullptr && heap->order != Order::clean && !heap->bins.empty()) newest = std::max(newest, heap->newest);
+  }
+  return newest;
+}
+
+void Arena::abandon() {
+  for (Heap* heap : pool.heaps()) {
+    if (heap != nullptr && heap->lane != nullptr) heap->lane->heaps[static_cast<std::size_t>(index_)] = nullptr;
+  }
+  evented.clear();
+  pool.abandon();
+  clean = pool.make_heap(Order::clean);
+  pending = pool.make_heap(Order::pending);
+  generation_.fetch_add(1, std::memory_order_release);
+}
+
+}  // namespace cushion
