@@ -72,7 +72,7 @@ class Arena {
   // lane's lock, see Context::discard): else the record is another block's by now.
   std::uint64_t generation() const noexcept { return generation_.load(std::memory_order_acquire); }
 
-  std::mutex mutex;
+  SpinLock mutex;
   Pool pool;
   Heap* clean = nullptr;
   Heap* pending = nullptr;

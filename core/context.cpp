@@ -12,7 +12,7 @@ namespace cushion {
 namespace {
 
 constexpr std::size_t kMostEvented = 1024;
-constexpr std::uint64_t kGrowthShare = 16;
+constexpr std::uint64_t kGrowthShare = 32;
 constexpr unsigned char kJunk = 0xFF;  // NaN as a float or a double, -1 as an integer
 
 // Serials of lanes, unique in the process.
@@ -552,7 +552,9 @@ CUresult Context::claim(Block* block, std::uint64_t address, Claim& out) const n
   const Segment* segment = shared_.map.find(address);
   if (segment == nullptr) return CUDA_ERROR_INVALID_VALUE;
   out = {block, address, segment->arena(), segment->arena()->generation()};
-  return block->change(address, BlockState::live, BlockState::freeing) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+  if (!block->change(address, BlockState::live, BlockState::freeing)) return CUDA_ERROR_INVALID_VALUE;
+  block->prefetch_neighbours();
+  return CUDA_SUCCESS;
 }
 
 void Context::give(const Claim& claim, const StreamIdentity* stream, bool clean) {

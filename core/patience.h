@@ -14,7 +14,8 @@ enum class Patience {
   some,  // in exit, _exit and the like, which a signal handler may call: 100 ms, far longer than any of ours is held
 };
 
-inline bool lock_within(std::unique_lock<std::mutex>& lock, Patience patience) noexcept {
+template <class Mutex>
+bool lock_within(std::unique_lock<Mutex>& lock, Patience patience) noexcept {
   const std::uint64_t deadline = patience == Patience::none ? 0 : monotonic_ns() + 100'000'000;
   while (!lock.try_lock()) {
     if (deadline == 0 || monotonic_ns() >= deadline) return false;

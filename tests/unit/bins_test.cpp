@@ -27,7 +27,7 @@ class BinsTest : public testing::Test {
  protected:
   Block* insert(std::uint64_t size, std::uint64_t address = 0, std::uint64_t stamp = 0) {
     Block& block = blocks_.emplace_back();
-    block.address = address;
+    block.set(address, BlockState::free);
     block.size = size;
     block.idle.stamp = stamp;
     bins.insert(&block);

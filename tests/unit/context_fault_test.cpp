@@ -47,12 +47,12 @@ std::vector<Fault> Faults() {
 }
 
 // Fills the pool, frees one block behind a closed gate and asks for it on another stream.
-void TakeByStreamWait(Core& core, const Lane& from, const Lane& to) {
+void TakeByStreamWait(Core& core, const TestStream& from, const TestStream& to) {
   Gate gate;
   std::vector<CUdeviceptr> blocks;
   while (const CUdeviceptr p = core.MallocAsync(100'000, from)) blocks.push_back(p);
   gate.Hold(from);
-  const auto free = [&](CUdeviceptr p, const Lane& lane) {
+  const auto free = [&](CUdeviceptr p, const TestStream& lane) {
     if (core.FreeAsync(p, lane) == CUDA_SUCCESS) return;
     CHECK_CU(0, core.FreeAsync(p, lane));
   };
@@ -74,7 +74,7 @@ int Workload() {
   core.context();
   harness::SharedWord bad;
   {
-    Lane lanes[2];
+    TestStream lanes[2];
     struct Held {
       CUdeviceptr address;
       int lane;  // -1: host-ordered

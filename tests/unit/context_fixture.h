@@ -30,8 +30,8 @@ class Gate {
   harness::SharedWord flag_;
 };
 
-struct Lane {
-  Lane() {
+struct TestStream {
+  TestStream() {
     unsigned long long id = 0;
     CHECK_CU(0, harness::driver().StreamGetId(stream, &id));
     identity = {stream, id, 0};
@@ -49,6 +49,7 @@ class Core {
   Core() : options_(eternal<Options>(read_options(nullptr).options)) {
     EXPECT_TRUE(shared.driver.bind([](const char* name) { return dlsym(harness::driver().library, name); }));
     options_.segment_size.bytes = kSegment;
+    options_.magazine_size.bytes = 0;  // what these tests ask of the pool is not to depend on what came before
     options_.oom_wait.ns = 50 * harness::kMillisecond;
     const ClockPair now = ClockPair::now();
     while (monotonic_ns() < now.ns + harness::kMillisecond) {
@@ -82,11 +83,11 @@ class Core {
 
   // 0 where core does not serve.
   CUdeviceptr Malloc(std::uint64_t bytes) { return Allocate({bytes, Api::malloc, nullptr}); }
-  CUdeviceptr MallocAsync(std::uint64_t bytes, const Lane& lane) {
+  CUdeviceptr MallocAsync(std::uint64_t bytes, const TestStream& lane) {
     return Allocate({bytes, Api::malloc_async, &lane.identity});
   }
   CUresult Free(CUdeviceptr p) { return context().free(BlockAt(p), p); }
-  CUresult FreeAsync(CUdeviceptr p, const Lane& lane) {
+  CUresult FreeAsync(CUdeviceptr p, const TestStream& lane) {
     return context().free_async(BlockAt(p), p, lane.identity, context());
   }
   Block* BlockAt(CUdeviceptr p) {
@@ -97,17 +98,22 @@ class Core {
     return block != nullptr ? block : &none;
   }
 
-  std::uint64_t held() {
-    std::uint64_t bytes = 0;
-    context().inspect(Patience::some, [&](const Pool& pool) { bytes = pool.held(); });
-    return bytes;
-  }
+  std::uint64_t held() { return context().usage().held.current(); }
   bool valid() {
-    bool good = false;
-    context().inspect(Patience::some, [&](const Pool& pool) { good = pool.valid(); });
-    return good;
+    bool good = true;
+    return context().inspect(Patience::some, [&](const Pool& pool) { good = good && pool.valid(); }) && good;
   }
-  const Usage& usage() { return context().usage(); }
+  Usage usage() { return context().usage(); }
+  std::uint64_t served(Api api) {
+    std::uint64_t calls = 0;
+    context().for_each_tally([&](const Tally& t) { calls += t.served[static_cast<int>(api)]; });
+    return calls;
+  }
+  std::uint64_t frees() {
+    std::uint64_t calls = 0;
+    context().for_each_tally([&](const Tally& t) { calls += t.frees; });
+    return calls;
+  }
 
   Shared& shared = eternal<Shared>();
 

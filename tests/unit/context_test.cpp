@@ -37,7 +37,7 @@ TEST_F(ContextTest, SmallBlocksAreAlignedTo512AndBigOnesTo64KiB) {
     EXPECT_EQ(p % (bytes > kMiB ? 64 << 10 : 512), 0u) << bytes;
     blocks.push_back(p);
   }
-  EXPECT_EQ(core().context().counters().served[static_cast<int>(Api::malloc)], blocks.size());
+  EXPECT_EQ(core().served(Api::malloc), blocks.size());
 }
 
 TEST_F(ContextTest, OneSegmentServesManyBlocks) {
@@ -57,7 +57,7 @@ TEST_F(ContextTest, BytesAreCountedAsRequestedHandedOutAndHeld) {
   EXPECT_EQ(core().usage().requested.current(), 0u);
   EXPECT_EQ(core().usage().handed_out.current(), 0u);
   EXPECT_EQ(core().usage().requested.peak(), 1'001u);
-  EXPECT_EQ(core().context().counters().frees_served, 2u);
+  EXPECT_EQ(core().frees(), 2u);
 }
 
 TEST_F(ContextTest, ASecondFreeIsAnInvalidValue) {
@@ -65,7 +65,7 @@ TEST_F(ContextTest, ASecondFreeIsAnInvalidValue) {
   Block* block = core().BlockAt(p);
   CHECK_CU(0, core().Free(p));
   CHECK_CU(1, core().context().free(block, p));
-  Lane s;
+  TestStream s;
   CHECK_CU(1, core().context().free_async(block, p, s.identity, core().context()));
 }
 
@@ -78,7 +78,7 @@ TEST_F(ContextTest, ABlockIsNotFreedByAnotherAddress) {
 TEST_F(ContextTest, NewMemoryHoldsWhatInitSays) {
   for (const auto& [mode, value] : {std::pair{InitMode::zero, 0}, std::pair{InitMode::junk, 0xFF}}) {
     core().options().init = mode;
-    Lane s;
+    TestStream s;
     CUdeviceptr p = core().MallocAsync(5'000, s);
     CHECK_CU(0, LaunchFill(s, p, 5'000, 0x55));
     CHECK_CU(0, core().FreeAsync(p, s));
@@ -99,7 +99,7 @@ TEST_F(ContextTest, MemoryThatCannotBeSetAsInitSaysIsNotServed) {
   core().shared.driver.cuMemsetD8Async = [](CUdeviceptr, unsigned char, std::size_t, CUstream) {
     return CUDA_ERROR_UNKNOWN;
   };
-  Lane s;
+  TestStream s;
   EXPECT_EQ(core().Malloc(1'000), 0u);
   EXPECT_EQ(core().MallocAsync(1'000, s), 0u);
   EXPECT_EQ(core().usage().requested.current(), 0u);
@@ -110,12 +110,12 @@ TEST_F(ContextTest, MemoryThatCannotBeSetAsInitSaysIsNotServed) {
 TEST_F(ContextTest, SyncFreeOfAnIdleContextDoesNotWaitAndReuseIsImmediate) {
   const CUdeviceptr p = core().Malloc(kSegment);
   CHECK_CU(0, core().Free(p));
-  EXPECT_EQ(core().context().counters().free_waits, 0u);
+  EXPECT_EQ(counters().free_waits, 0u);
   EXPECT_EQ(core().Malloc(kSegment), p);
 }
 
 TEST_F(ContextTest, SyncFreeWaitsForEveryStreamOfItsContext) {
-  Lane s;
+  TestStream s;
   Gate gate;
   const CUdeviceptr p = core().Malloc(kSegment);
   gate.Hold(s);
@@ -124,18 +124,18 @@ TEST_F(ContextTest, SyncFreeWaitsForEveryStreamOfItsContext) {
   gate.Open();
   CHECK_CU(0, freed.get());
   EXPECT_FALSE(s.Busy());
-  EXPECT_EQ(core().context().counters().free_waits, 1u);
+  EXPECT_EQ(counters().free_waits, 1u);
   EXPECT_EQ(core().Malloc(kSegment), p);
 }
 
 TEST_F(ContextTest, ASecondFreeWhileTheFirstWaitsIsAnInvalidValue) {
-  Lane s;
+  TestStream s;
   Gate gate;
   const CUdeviceptr p = core().Malloc(kSegment);
   Block* block = core().BlockAt(p);
   gate.Hold(s);
   std::future<CUresult> freed = std::async(std::launch::async, [&] { return core().context().free(block, p); });
-  while (block->state.load() != BlockState::freeing) std::this_thread::yield();
+  while (block->state() != BlockState::freeing) std::this_thread::yield();
   CHECK_CU(1, core().context().free(block, p));
   gate.Open();
   CHECK_CU(0, freed.get());
@@ -143,7 +143,7 @@ TEST_F(ContextTest, ASecondFreeWhileTheFirstWaitsIsAnInvalidValue) {
 
 TEST_F(ContextTest, DeferredFreeReturnsAtOnceAndReuseWaitsForTheWholeContext) {
   core().options().free = FreeMode::deferred;
-  Lane s;
+  TestStream s;
   Gate gate;
   const CUdeviceptr p = core().Malloc(kSegment);
   gate.Hold(s);
@@ -156,12 +156,12 @@ TEST_F(ContextTest, DeferredFreeReturnsAtOnceAndReuseWaitsForTheWholeContext) {
   gate.Open();
   s.Finish();
   EXPECT_EQ(core().Malloc(kSegment), p);
-  EXPECT_EQ(core().context().counters().free_waits, 0u);
+  EXPECT_EQ(counters().free_waits, 0u);
 }
 
 TEST_F(ContextTest, FreeOfAStreamOrderedBlockDoesNotWaitAndGoesThroughAFence) {
-  Lane s;
-  Lane t;
+  TestStream s;
+  TestStream t;
   Gate gate;
   const CUdeviceptr p = core().MallocAsync(kSegment, s);
   gate.Hold(t);  // not even p's stream: the fence covers the context
@@ -176,7 +176,7 @@ TEST_F(ContextTest, FreeOfAStreamOrderedBlockDoesNotWaitAndGoesThroughAFence) {
 // ---- order: cudaFreeAsync ----------------------------------------------------------------------------------------
 
 TEST_F(ContextTest, TheSameStreamHasItsFreedBlockAtOnce) {
-  Lane s;
+  TestStream s;
   Gate gate;
   gate.Hold(s);
   const CUdeviceptr p = core().MallocAsync(100'000, s);
@@ -185,8 +185,8 @@ TEST_F(ContextTest, TheSameStreamHasItsFreedBlockAtOnce) {
 }
 
 TEST_F(ContextTest, AFreeAsyncOfAHostOrderedBlockIsStreamOrdered) {
-  Lane s;
-  Lane t;
+  TestStream s;
+  TestStream t;
   Gate gate;
   const CUdeviceptr p = core().Malloc(kSegment);
   gate.Hold(s);
@@ -197,8 +197,8 @@ TEST_F(ContextTest, AFreeAsyncOfAHostOrderedBlockIsStreamOrdered) {
 }
 
 TEST_F(ContextTest, AnotherStreamHasItOnlyOnceItsWorkIsComplete) {
-  Lane s;
-  Lane t;
+  TestStream s;
+  TestStream t;
   Gate gate;
   const CUdeviceptr p = core().MallocAsync(kSegment, s);
   gate.Hold(s);
@@ -210,7 +210,7 @@ TEST_F(ContextTest, AnotherStreamHasItOnlyOnceItsWorkIsComplete) {
 }
 
 TEST_F(ContextTest, CudaMallocHasItOnlyOnceItsWorkIsComplete) {
-  Lane s;
+  TestStream s;
   Gate gate;
   const CUdeviceptr p = core().MallocAsync(kSegment, s);
   gate.Hold(s);
@@ -222,8 +222,8 @@ TEST_F(ContextTest, CudaMallocHasItOnlyOnceItsWorkIsComplete) {
 }
 
 TEST_F(ContextTest, GrowthComesBeforeAnyWait) {
-  Lane s;
-  Lane t;
+  TestStream s;
+  TestStream t;
   Gate gate;
   const CUdeviceptr p = core().MallocAsync(kSegment, s);
   gate.Hold(s);
@@ -236,8 +236,8 @@ TEST_F(ContextTest, GrowthComesBeforeAnyWait) {
 }
 
 TEST_F(ContextTest, AStreamThatTheProgramOrderedAfterTheFreeHasItAtOnce) {
-  Lane s;
-  Lane t;
+  TestStream s;
+  TestStream t;
   Gate gate;
   gate.Hold(s);
   const CUdeviceptr p = core().MallocAsync(kSegment, s);
@@ -253,9 +253,9 @@ TEST_F(ContextTest, AStreamThatTheProgramOrderedAfterTheFreeHasItAtOnce) {
 }
 
 TEST_F(ContextTest, OrderIsTransitive) {
-  Lane s;
-  Lane t;
-  Lane u;
+  TestStream s;
+  TestStream t;
+  TestStream u;
   Gate gate;
   gate.Hold(s);
   const CUdeviceptr p = core().MallocAsync(kSegment, s);
@@ -266,13 +266,13 @@ TEST_F(ContextTest, OrderIsTransitive) {
 }
 
 TEST_F(ContextTest, AStreamWithoutFreesHasNoPosition) {
-  Lane s;
+  TestStream s;
   EXPECT_EQ(core().context().position(s.identity.id).serial, 0u);
 }
 
 TEST_F(ContextTest, AnOrderFromBeforeAResetSaysNothing) {
-  Lane s;
-  Lane t;
+  TestStream s;
+  TestStream t;
   CHECK_CU(0, core().FreeAsync(core().MallocAsync(kSegment, s), s));
   const Context::Position old = core().context().position(s.identity.id);
   ASSERT_NE(old.serial, 0u);
@@ -283,7 +283,7 @@ TEST_F(ContextTest, AnOrderFromBeforeAResetSaysNothing) {
 }
 
 TEST_F(ContextTest, AStreamThatComesAgainUnderItsHandleIsAnother) {
-  Lane s;
+  TestStream s;
   Gate gate;
   gate.Hold(s);
   const CUdeviceptr p = core().MallocAsync(kSegment, s);
@@ -296,15 +296,15 @@ TEST_F(ContextTest, AStreamThatComesAgainUnderItsHandleIsAnother) {
 }
 
 TEST_F(ContextTest, ADestroyedStreamsBlocksComeBackOnceItsWorkIsComplete) {
-  Lane s;
-  Lane t;
+  TestStream s;
+  TestStream t;
   Gate gate;
   gate.Hold(s);
   const CUdeviceptr p = core().MallocAsync(kSegment, s);
   CHECK_CU(0, core().FreeAsync(p, s));
   core().context().stream_going(s.identity);
   s.stream.Destroy();
-  EXPECT_EQ(core().shared.stream_heaps, 0);
+  EXPECT_EQ(core().shared.stream_lanes, 0);
   EXPECT_NE(core().MallocAsync(kSegment, t), p);
   gate.Open();
   Synchronize();
@@ -312,13 +312,13 @@ TEST_F(ContextTest, ADestroyedStreamsBlocksComeBackOnceItsWorkIsComplete) {
 }
 
 TEST_F(ContextTest, TheProgramsSynchronizeCleansWhatWasFreedBeforeItWasCalled) {
-  Lane s;
-  Lane t;
+  TestStream s;
+  TestStream t;
   Gate gate;
   const CUdeviceptr p = core().MallocAsync(kSegment, s);
   const CUdeviceptr late = core().MallocAsync(kSegment, s);
   CHECK_CU(0, core().FreeAsync(p, s));
-  const std::uint64_t stamp = core().context().stamp();
+  const std::uint64_t stamp = core().context().advance();
   gate.Hold(s);
   CHECK_CU(0, core().FreeAsync(late, s));
   core().context().synchronized(stamp, core().context().generation());
@@ -335,7 +335,7 @@ TEST_F(ContextTest, ABlockFreedOnAnotherContextsStreamWaitsForThatStream) {
   REQUIRE_CU(0, driver().CtxCreate(&second, 0, 0));
   {
     Context& other = core().Add(0);
-    Lane s;
+    TestStream s;
     Gate gate;
     gate.Hold(s);
     CHECK_CU(0, core().context().free_async(core().BlockAt(p), p, s.identity, other));
@@ -359,7 +359,7 @@ TEST_F(ContextTest, WithPeersASyncFreeWaitsForItsOwnContextAndReuseForAll) {
   {
     core().Add(0);
     core().shared.peers = true;
-    Lane s;
+    TestStream s;
     Gate gate;
     gate.Hold(s);
     CHECK_CU(0, driver().CtxSetCurrent(first));
@@ -382,7 +382,7 @@ void meanwhile() {
 }
 
 TEST_F(ContextTest, AFenceCleansNothingThatWasFreedWhileItWasRecorded) {
-  Lane s;
+  TestStream s;
   Gate gate;
   const CUdeviceptr early = core().MallocAsync(kSegment, s);
   const CUdeviceptr late = core().MallocAsync(kSegment, s);
@@ -462,8 +462,8 @@ TEST_F(ContextTest, SpeculativeGrowthLeavesTheReserveAndFallsBackToTheNeed) {
 
 TEST_F(ContextTest, UnderPressureAnotherStreamsBlockIsTakenWithAWaitForItsFreeAlone) {
   core().options().max_size = {kSegment, -1};
-  Lane s;
-  Lane t;
+  TestStream s;
+  TestStream t;
   SharedWord bad;
   Gate before;
   Gate after;
@@ -486,7 +486,7 @@ TEST_F(ContextTest, UnderPressureAnotherStreamsBlockIsTakenWithAWaitForItsFreeAl
 
 TEST_F(ContextTest, UnderPressureAStreamHasItsOwnBlockWithoutAWait) {
   core().options().max_size = {kSegment, -1};
-  Lane s;
+  TestStream s;
   Gate gate;
   const CUdeviceptr p = core().MallocAsync(kSegment, s);
   ASSERT_EQ(core().MallocAsync(kSegment, s), 0u);
@@ -499,7 +499,7 @@ TEST_F(ContextTest, UnderPressureAStreamHasItsOwnBlockWithoutAWait) {
 
 TEST_F(ContextTest, CudaMallocNeverTakesABlockByAStreamWait) {
   core().options().max_size = {kSegment, -1};
-  Lane s;
+  TestStream s;
   Gate gate;
   const CUdeviceptr p = core().MallocAsync(kSegment, s);
   ASSERT_EQ(core().MallocAsync(kSegment, s), 0u);
@@ -512,7 +512,7 @@ TEST_F(ContextTest, CudaMallocNeverTakesABlockByAStreamWait) {
 }
 
 TEST_F(ContextTest, OutOfMemoryWaitsForFreedBlocksNoLongerThanOomWait) {
-  Lane s;
+  TestStream s;
   Gate gate;
   const CUdeviceptr p = core().MallocAsync(kSegment, s);
   const Hog hog(0);
@@ -529,7 +529,7 @@ TEST_F(ContextTest, OutOfMemoryWaitsForFreedBlocksNoLongerThanOomWait) {
 
 TEST_F(ContextTest, AWaitEndsWhenTheBlockIsComplete) {
   core().options().oom_wait.ns = 10'000 * harness::kMillisecond;
-  Lane s;
+  TestStream s;
   Gate gate;
   const CUdeviceptr p = core().MallocAsync(kSegment, s);
   const Hog hog(0);
@@ -543,7 +543,7 @@ TEST_F(ContextTest, AWaitEndsWhenTheBlockIsComplete) {
 
 TEST_F(ContextTest, NothingIsWaitedForThatCouldNotHelp) {
   core().options().oom_wait.ns = 60'000 * harness::kMillisecond;
-  Lane s;
+  TestStream s;
   Gate gate;
   const CUdeviceptr p = core().MallocAsync(kSegment, s);
   const Hog hog(0);
@@ -580,7 +580,7 @@ TEST_F(ContextTest, ASegmentThatWentBackIsNoLongerOurs) {
 
 TEST_F(ContextTest, NothingGoesBackWhileAKernelRuns) {
   CHECK_CU(0, core().Free(core().Malloc(kSegment)));
-  Lane s;
+  TestStream s;
   Gate gate;
   gate.Hold(s);
   EXPECT_EQ(core().context().relieve(0), 0u);
@@ -603,7 +603,7 @@ TEST_F(ContextTest, AtTheProgramsSynchronizeWhatIsUnusedAboveTheThresholdGoesBac
   for (int i = 0; i < 4; ++i) blocks.push_back(core().Malloc(kSegment));
   for (const CUdeviceptr p : blocks) CHECK_CU(0, core().Free(p));
   EXPECT_EQ(core().held(), 4 * kSegment);
-  core().context().synchronized(core().context().stamp(), core().context().generation());
+  core().context().synchronized(core().context().advance(), core().context().generation());
   EXPECT_EQ(core().held(), kSegment);
 }
 
@@ -628,9 +628,9 @@ class ContextCaptureTest : public ContextTest {
 
 TEST_F(ContextCaptureTest, ACaptureSurvivesWhateverCoreDoes) {
   core().options().max_size = {4 * kSegment, -1};
-  Lane s;
-  Lane t;
-  Lane c;
+  TestStream s;
+  TestStream t;
+  TestStream c;
   const CUdeviceptr p = core().MallocAsync(kSegment, s);
   const CUdeviceptr q = core().Malloc(kSegment);
   Begin(c);
@@ -642,7 +642,7 @@ TEST_F(ContextCaptureTest, ACaptureSurvivesWhateverCoreDoes) {
   CHECK_CU(0, core().Free(q));  // waits for the context
   CHECK_CU(0, core().Free(r));
   EXPECT_EQ(core().context().relieve(harness::kMillisecond), 0u);
-  core().context().synchronized(core().context().stamp(), core().context().generation());
+  core().context().synchronized(core().context().advance(), core().context().generation());
   EXPECT_NE(core().Malloc(kSegment), 0u);
   CHECK_CU(0, End(c));
   EXPECT_TRUE(core().shared.gate.enter());
@@ -650,8 +650,8 @@ TEST_F(ContextCaptureTest, ACaptureSurvivesWhateverCoreDoes) {
 }
 
 TEST_F(ContextCaptureTest, ASyncFreeBesideACaptureWaitsForRunningWork) {
-  Lane s;
-  Lane c;
+  TestStream s;
+  TestStream c;
   Gate gate;
   const CUdeviceptr p = core().Malloc(kSegment);
   gate.Hold(s);
@@ -665,8 +665,8 @@ TEST_F(ContextCaptureTest, ASyncFreeBesideACaptureWaitsForRunningWork) {
 
 TEST_F(ContextCaptureTest, FreedBlocksAreNotWaitedForWhileACaptureIsOpen) {
   core().options().oom_wait.ns = 60'000 * harness::kMillisecond;
-  Lane s;
-  Lane c;
+  TestStream s;
+  TestStream c;
   Gate gate;
   const CUdeviceptr p = core().MallocAsync(kSegment, s);
   const Hog hog(0);
@@ -682,7 +682,7 @@ TEST_F(ContextCaptureTest, FreedBlocksAreNotWaitedForWhileACaptureIsOpen) {
 // ---- contexts that end -------------------------------------------------------------------------------------------
 
 TEST_F(ContextTest, DiscardForgetsEverythingAndTheContextServesAgain) {
-  Lane s;
+  TestStream s;
   const CUdeviceptr p = core().Malloc(1'000);
   Block* block = core().BlockAt(p);
   CHECK_CU(0, core().FreeAsync(core().MallocAsync(kSegment, s), s));
@@ -702,7 +702,7 @@ TEST_F(ContextTest, DiscardForgetsEverythingAndTheContextServesAgain) {
   EXPECT_EQ(core().usage().held.current(), 0u);
   EXPECT_EQ(core().usage().requested.current(), 0u);
   EXPECT_EQ(core().usage().handed_out.current(), 0u);
-  EXPECT_EQ(core().shared.stream_heaps, 0);
+  EXPECT_EQ(core().shared.stream_lanes, 0);
   EXPECT_EQ(counters().reset_blocks, 1u);
   EXPECT_EQ(counters().reset_bytes, 1'000u);
 
@@ -716,13 +716,13 @@ TEST_F(ContextTest, DiscardForgetsEverythingAndTheContextServesAgain) {
 }
 
 TEST_F(ContextTest, AFreeThatADiscardOvertakesEndsWell) {
-  Lane s;
+  TestStream s;
   Gate gate;
   const CUdeviceptr p = core().Malloc(1'000);
   Block* block = core().BlockAt(p);
   gate.Hold(s);
   std::future<CUresult> freed = std::async(std::launch::async, [&] { return core().context().free(block, p); });
-  while (block->state.load() != BlockState::freeing) std::this_thread::yield();
+  while (block->state() != BlockState::freeing) std::this_thread::yield();
   core().context().discard();
   core().context().revive();
   const CUdeviceptr q = core().Malloc(1'000);  // perhaps in the very same record
@@ -792,8 +792,8 @@ TEST_F(ContextTest, AResetDuringGrowthNeverFreesWhatIsNoLongerOurs) {
 // ---- a driver that answers errors --------------------------------------------------------------------------------
 
 TEST_F(ContextTest, AnErrorFromAFenceMakesNothingClean) {
-  Lane s;
-  Lane t;
+  TestStream s;
+  TestStream t;
   const auto real = core().shared.driver.cuEventQuery;
   const CUdeviceptr p = core().MallocAsync(kSegment, s);
   CHECK_CU(0, core().FreeAsync(p, s));
@@ -805,7 +805,7 @@ TEST_F(ContextTest, AnErrorFromAFenceMakesNothingClean) {
 }
 
 TEST_F(ContextTest, AFenceThatCannotBeRecordedMakesNothingClean) {
-  Lane s;
+  TestStream s;
   const auto real = core().shared.driver.cuCtxRecordEvent;
   const CUdeviceptr p = core().MallocAsync(kSegment, s);
   CHECK_CU(0, core().FreeAsync(p, s));
@@ -831,8 +831,8 @@ TEST_F(ContextTest, ASyncFreeWhoseFenceFailsReturnsThatCodeAndTheBlockStaysLive)
 
 TEST_F(ContextTest, AStreamWaitThatFailsTakesNothing) {
   core().options().max_size = {kSegment, -1};
-  Lane s;
-  Lane t;
+  TestStream s;
+  TestStream t;
   Gate gate;
   const CUdeviceptr p = core().MallocAsync(kSegment, s);
   ASSERT_EQ(core().MallocAsync(kSegment, t), 0u);
@@ -854,7 +854,7 @@ TEST_F(ContextTest, AfterAStickyErrorNothingIsServedUntilTheContextIsReset) {
   core().shared.driver.cuEventSynchronize = real;
   CHECK_CU(700, core().context().broken());
   CHECK_CU(700, core().Free(q));
-  Lane s;
+  TestStream s;
   CHECK_CU(700, core().FreeAsync(q, s));
   EXPECT_EQ(core().Malloc(1), 0u);
   core().context().discard();
@@ -871,11 +871,11 @@ class OldDriverTest : public ContextTest {
     if (!IsSkipped()) core().shared.driver.cuCtxRecordEvent = nullptr;
   }
   // As the hook of stream creation does.
-  void Known(const Lane& lane) { core().shared.streams.add(lane, core().context().handle()); }
+  void Known(const TestStream& lane) { core().shared.streams.add(lane, core().context().handle()); }
 };
 
 TEST_F(OldDriverTest, SyncFreeWaitsForEveryStream) {
-  Lane s;
+  TestStream s;
   Gate gate;
   const CUdeviceptr p = core().Malloc(kSegment);
   gate.Hold(s);
@@ -888,7 +888,7 @@ TEST_F(OldDriverTest, SyncFreeWaitsForEveryStream) {
 
 TEST_F(OldDriverTest, DeferredFreesWaitBecauseNoFenceWouldBringThemBack) {
   core().options().free = FreeMode::deferred;
-  Lane s;
+  TestStream s;
   Gate gate;
   const CUdeviceptr p = core().Malloc(kSegment);
   gate.Hold(s);
@@ -899,10 +899,10 @@ TEST_F(OldDriverTest, DeferredFreesWaitBecauseNoFenceWouldBringThemBack) {
 }
 
 TEST_F(OldDriverTest, AStreamsBlocksComeBackOnceThatStreamIsIdle) {
-  Lane s;
-  Lane t;
-  Lane busy;
-  for (const Lane* lane : {&s, &t, &busy}) Known(*lane);
+  TestStream s;
+  TestStream t;
+  TestStream busy;
+  for (const TestStream* lane : {&s, &t, &busy}) Known(*lane);
   Gate gate;
   Gate other;
   const CUdeviceptr p = core().MallocAsync(kSegment, s);
@@ -916,8 +916,8 @@ TEST_F(OldDriverTest, AStreamsBlocksComeBackOnceThatStreamIsIdle) {
 }
 
 TEST_F(OldDriverTest, PendingBlocksComeBackOnceEveryStreamIsIdle) {
-  Lane s;
-  Lane t;
+  TestStream s;
+  TestStream t;
   Known(s);
   Known(t);
   Gate gate;
@@ -931,7 +931,7 @@ TEST_F(OldDriverTest, PendingBlocksComeBackOnceEveryStreamIsIdle) {
 }
 
 TEST_F(OldDriverTest, WithAStreamThatIsNotKnownNothingIsCalledIdle) {
-  Lane s;
+  TestStream s;
   core().shared.streams.lose();
   const CUdeviceptr p = core().MallocAsync(kSegment, s);
   CHECK_CU(0, core().Free(p));
@@ -948,7 +948,7 @@ TEST_F(OldDriverTest, WithPeersNothingIsServedAndWhatIsFreedGoesBack) {
 }
 
 TEST_F(OldDriverTest, ASyncFreeOnAFullDeviceWaitsAllTheSame) {
-  Lane s;
+  TestStream s;
   Gate gate;
   const CUdeviceptr p = core().Malloc(kSegment);
   const Hog hog(0);
@@ -960,8 +960,8 @@ TEST_F(OldDriverTest, ASyncFreeOnAFullDeviceWaitsAllTheSame) {
 }
 
 TEST_F(OldDriverTest, ADestroyedStreamsBlocksComeBackOnceItsWorkIsComplete) {
-  Lane s;
-  Lane t;
+  TestStream s;
+  TestStream t;
   Known(t);
   Gate gate;
   const CUdeviceptr p = core().MallocAsync(kSegment, s);

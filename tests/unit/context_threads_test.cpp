@@ -31,7 +31,7 @@ class Worker {
   void Run(int steps) {
     CHECK_CU(0, driver().CtxSetCurrent(core_.context().handle()));
     {
-      Lane lane;
+      TestStream lane;
       core_.shared.streams.add(lane, core_.context().handle());
       for (int i = 0; i < steps; ++i) Step(lane);
       for (const Held& h : mine_) CHECK_CU(0, core_.FreeAsync(h.address, lane));
@@ -50,7 +50,7 @@ class Worker {
     CHECK_CU(0, harness::LaunchFillHoldCheck(stream, h.address, bytes, seed_, 20 * kMicrosecond, bad_));
   }
 
-  void Step(Lane& lane) {
+  void Step(TestStream& lane) {
     switch (Below(8)) {
       case 0:
       case 1:
@@ -123,7 +123,7 @@ class ContextThreadsTest : public ContextTest {
     EXPECT_EQ(core().usage().requested.current(), 0u);
     EXPECT_EQ(core().usage().handed_out.current(), 0u);
     EXPECT_EQ(core().usage().held.current(), core().held());
-    EXPECT_EQ(core().shared.stream_heaps, 0);
+    EXPECT_EQ(core().shared.stream_lanes, 0);
     // Nothing is stranded: all of it can go back.
     core().context().relieve(1'000 * harness::kMillisecond);
     EXPECT_EQ(core().held(), 0u);

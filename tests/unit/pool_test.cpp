@@ -10,6 +10,7 @@
 #include <random>
 #include <vector>
 
+#include "core/lane.h"
 #include "tests/unit/eternal.h"
 
 namespace cushion {
@@ -19,7 +20,7 @@ constexpr std::uint64_t kAnyStamp = ~std::uint64_t{0};
 constexpr std::uint64_t kPage = AddressMap::kPage;
 constexpr std::uint64_t kBase = std::uint64_t{0x7f00} << 32;
 
-std::uint64_t at(const Block* block) { return block->address; }
+std::uint64_t at(const Block* block) { return block->address(); }
 
 class PoolTest : public testing::Test {
  protected:
@@ -157,7 +158,7 @@ TEST_F(PoolTest, AnEventedBlockIsFreeButInNobodysReach) {
   EXPECT_EQ(pool.unused(), 0u);
   EXPECT_EQ(Pool::wholly_free(*pool.segments()), nullptr);
   EXPECT_EQ(take(other, kUnit), nullptr);
-  EXPECT_EQ(map.find(kBase)->block_at(kBase), nullptr);
+  EXPECT_FALSE(block->change(kBase, BlockState::live, BlockState::freeing));
 
   pool.take_evented(block);
   EXPECT_TRUE(pool.valid());
@@ -212,7 +213,7 @@ TEST_F(PoolTest, AbandonTakesOutEverythingWhateverIsLive) {
   EXPECT_EQ(pool.unused(), 0u);
   EXPECT_EQ(map.find(kBase), nullptr);
   EXPECT_EQ(segment->block_at(kBase), nullptr);
-  EXPECT_NE(live->state.load(), BlockState::live);
+  EXPECT_NE(live->state(), BlockState::live);
   EXPECT_TRUE(pool.valid());
 
   clean = pool.make_heap(Order::clean);
@@ -222,17 +223,15 @@ TEST_F(PoolTest, AbandonTakesOutEverythingWhateverIsLive) {
 
 TEST_F(PoolTest, AHeapThatComesAgainIsAnother) {
   Heap* first = pool.make_heap(Order::stream);
-  const std::uint64_t serial = first->serial;
-  first->order_after({serial + 100, 1, 0});
+  Lane lane;
+  first->lane = &lane;
   first->newest = 9;
   pool.drop(first);
-  EXPECT_EQ(first->serial, 0u);
   Heap* second = pool.make_heap(Order::pending);
   EXPECT_EQ(second, first);
-  EXPECT_GT(second->serial, serial);
   EXPECT_EQ(second->order, Order::pending);
   EXPECT_EQ(second->newest, 0u);
-  EXPECT_TRUE(second->before.empty());
+  EXPECT_EQ(second->lane, nullptr);
   EXPECT_EQ(pool.heap(second->index), second);
 }
 
@@ -338,7 +337,7 @@ testing::AssertionResult same(const Pool& pool, const Model& model) {
       const auto found = model.pieces.find(at(b));
       if (found == model.pieces.end()) return testing::AssertionFailure() << "no piece begins at " << at(b);
       const Model::Piece& piece = found->second;
-      const BlockState state = b->state;
+      const BlockState state = b->state();
       const auto kind = state == BlockState::live   ? Model::Kind::live
                         : state == BlockState::free ? Model::Kind::free
                                                     : Model::Kind::evented;

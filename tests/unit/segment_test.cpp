@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 
 #include <cstdint>
+#include <deque>
 #include <set>
 #include <vector>
 
@@ -23,7 +24,7 @@ TEST(Slab, MakesValueInitialisedRecordsThatDoNotOverlap) {
     Block* block = slab.make();
     ASSERT_NE(block, nullptr);
     ASSERT_EQ(block->size, 0u);
-    ASSERT_EQ(block->state.load(), BlockState::unused);
+    ASSERT_EQ(block->state(), BlockState::unused);
     block->size = 1;
     ASSERT_TRUE(made.insert(block).second);
   }
@@ -53,23 +54,38 @@ TEST(Slab, ARecycledRecordKeepsItsState) {  // a racing free that still holds it
   Slab<Block>& slab = eternal<Slab<Block>>();
   Block* block = slab.make();
   ASSERT_NE(block, nullptr);
-  block->state = BlockState::free;
+  block->set(BlockState::free);
   slab.recycle(block);
-  EXPECT_EQ(block->state.load(), BlockState::free);
+  EXPECT_EQ(block->state(), BlockState::free);
 }
 
-TEST(Segment, FindsOnlyTheStartOfWhatWasEntered) {
+class SegmentTest : public testing::Test {
+ protected:
+  // A block in the program's hands at `address`.
+  Block* enter(std::uint64_t address) {
+    Block& block = blocks_.emplace_back();
+    block.set(address, BlockState::live);
+    EXPECT_TRUE(segment.enter(&block, leaves));
+    return &block;
+  }
+
   Segment segment;
-  Block block;
+  Leaves& leaves = eternal<Leaves>();
+
+ private:
+  std::deque<Block> blocks_;
+};
+
+TEST_F(SegmentTest, FindsOnlyTheStartOfWhatWasEntered) {
   ASSERT_TRUE(segment.open(nullptr, kBase, kSize));
   EXPECT_EQ(segment.block_at(kBase), nullptr);
   for (const std::uint64_t at : {kBase, kBase + kUnit, kBase + kSize - kUnit}) {
-    segment.enter(at, &block);
-    EXPECT_EQ(segment.block_at(at), &block);
+    Block* block = enter(at);
+    EXPECT_EQ(segment.block_at(at), block);
     EXPECT_EQ(segment.block_at(at + 1), nullptr);
     EXPECT_EQ(segment.block_at(at + kUnit - 1), nullptr);
     EXPECT_EQ(segment.block_at(at - kUnit), nullptr);
-    segment.enter(at, nullptr);
+    segment.leave(*block, leaves);
     EXPECT_EQ(segment.block_at(at), nullptr);
   }
   EXPECT_EQ(segment.block_at(kBase - kUnit), nullptr);
@@ -77,22 +93,35 @@ TEST(Segment, FindsOnlyTheStartOfWhatWasEntered) {
   EXPECT_EQ(segment.block_at(0), nullptr);
 }
 
-TEST(Segment, AClosedOneFindsNothing) {
-  Segment segment;
-  Block block;
+TEST_F(SegmentTest, ManyBlocksOfOnePageAreEachFoundAndTheLastToLeaveMakesItEmpty) {
   ASSERT_TRUE(segment.open(nullptr, kBase, kSize));
-  segment.enter(kBase + kUnit, &block);
-  segment.close();
+  std::vector<Block*> blocks;
+  for (std::uint64_t i = 0; i < Leaf::kUnits; ++i) blocks.push_back(enter(kBase + i * kUnit));
+  Block* next_page = enter(kBase + Leaf::kPage);
+  for (std::size_t i = 0; i < blocks.size(); ++i) {
+    for (std::size_t j = 0; j < blocks.size(); ++j)
+      ASSERT_EQ(segment.block_at(kBase + j * kUnit), j < i ? nullptr : blocks[j]) << i << ' ' << j;
+    segment.leave(*blocks[i], leaves);
+  }
+  EXPECT_EQ(segment.block_at(kBase + Leaf::kPage), next_page);
+  Block* alone = enter(kBase + 3 * kUnit);
+  EXPECT_EQ(segment.block_at(kBase + 3 * kUnit), alone);
+  EXPECT_EQ(segment.block_at(kBase), nullptr);
+}
+
+TEST_F(SegmentTest, AClosedOneFindsNothing) {
+  ASSERT_TRUE(segment.open(nullptr, kBase, kSize));
+  enter(kBase + kUnit);
+  segment.close(leaves);
   EXPECT_EQ(segment.block_at(kBase + kUnit), nullptr);
 }
 
-TEST(Segment, ARecycledRecordIsEmptyWhateverItHeld) {
-  Segment segment;
-  Block block;
+TEST_F(SegmentTest, ARecycledRecordIsEmptyWhateverItHeld) {
   ASSERT_TRUE(segment.open(nullptr, kBase, 2 * kSize));
-  segment.enter(kBase, &block);
-  segment.enter(kBase + 2 * kSize - kUnit, &block);
-  segment.close();
+  enter(kBase);
+  enter(kBase + kUnit);
+  enter(kBase + 2 * kSize - kUnit);
+  segment.close(leaves);
   for (const std::uint64_t size : {kSize, 2 * kSize, 8 * kSize}) {
     const std::uint64_t base = kBase + (size << 8);
     ASSERT_TRUE(segment.open(nullptr, base, size));
@@ -100,17 +129,19 @@ TEST(Segment, ARecycledRecordIsEmptyWhateverItHeld) {
     EXPECT_EQ(segment.size(), size);
     for (std::uint64_t at = base; at < base + size; at += kUnit) ASSERT_EQ(segment.block_at(at), nullptr);
     EXPECT_EQ(segment.block_at(base + size), nullptr);
-    segment.enter(base + size - kUnit, &block);
-    EXPECT_EQ(segment.block_at(base + size - kUnit), &block);
-    segment.close();
+    Block* first = enter(base);
+    Block* second = enter(base + kUnit);  // in a leaf that was another's
+    EXPECT_EQ(segment.block_at(base), first);
+    EXPECT_EQ(segment.block_at(base + kUnit), second);
+    EXPECT_EQ(segment.block_at(base + 2 * kUnit), nullptr);
+    segment.close(leaves);
   }
 }
 
-TEST(Segment, NamesItsContext) {
-  Segment segment;
-  auto* const context = reinterpret_cast<Context*>(&segment);
-  ASSERT_TRUE(segment.open(context, kBase, kSize));
-  EXPECT_EQ(segment.context(), context);
+TEST_F(SegmentTest, NamesItsArena) {
+  auto* const arena = reinterpret_cast<Arena*>(&segment);
+  ASSERT_TRUE(segment.open(arena, kBase, kSize));
+  EXPECT_EQ(segment.arena(), arena);
 }
 
 }  // namespace
