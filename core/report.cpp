@@ -133,7 +133,7 @@ class LiveList {
       }) && all;
     });
     return runtime.for_each_foreign(patience, [&](CUdeviceptr, const ForeignBlock& b) {
-      each(LiveGroup{b.size, 1, b.time, 0, b.device, b.api, true});
+      each(LiveGroup{b.size, 1, b.time, b.stream, b.device, b.api, true});
     }) && all;
   }
   void merge() noexcept {

@@ -270,6 +270,9 @@ void Runtime::forwarded_block(Api api, CUdeviceptr address, std::size_t bytes, C
     }
     CurrentContext current(driver, block.context);
     if (driver.cuCtxGetDevice(&device) == CUDA_SUCCESS) block.device = device;
+    unsigned long long id = is_legacy(stream) ? kLegacyId : 0;
+    if (stream_ordered && !is_legacy(stream) && driver.cuStreamGetId != nullptr) driver.cuStreamGetId(stream, &id);
+    if (stream_ordered) block.stream = static_cast<std::uint32_t>(id);
   }
   restore_foreign(address, block);
 } catch (...) {  // no host memory to remember it by: the report will lack it

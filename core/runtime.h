@@ -27,6 +27,7 @@ struct ForeignBlock {
   CUcontext context = nullptr;
   int device = 0;
   Api api = Api::malloc;
+  std::uint32_t stream = 0;  // low half of its id; 0: host-ordered
 };
 
 class Runtime {
