@@ -13,7 +13,6 @@ namespace {
 
 constexpr std::uint64_t kAnyStamp = ~std::uint64_t{0};
 constexpr std::size_t kMostEvented = 1024;
-constexpr unsigned char kJunk = 0xFF;  // NaN as a float or a double, -1 as an integer
 
 // Errors that say "not while a capture is open": the call touched nothing else.
 bool is_capture_error(CUresult r) noexcept {
@@ -39,7 +38,8 @@ Context::Context(Shared& shared, CUcontext handle, CUdevice device, std::uint64_
       device_(device),
       device_bytes_(device_bytes),
       primary_(primary),
-      pool_(shared.map, this) {
+      pool_(shared.map, this),
+      async_(shared, *this) {
   clean_ = pool_.make_heap(Order::clean);
   pending_ = pool_.make_heap(Order::pending);
 }
@@ -180,8 +180,7 @@ void Context::unclaim(Block& block, std::uint64_t address) noexcept {
 }
 
 bool Context::allocate(const Request& request, CUdeviceptr* out) noexcept {
-  if (closing_.load(std::memory_order_relaxed) != 0 || broken() != CUDA_SUCCESS || request.bytes > device_bytes_)
-    return false;
+  if (!serves() || request.bytes > device_bytes_) return false;
   // Without context fences nothing says when a peer's work is complete.
   if (shared_.peers.load(std::memory_order_relaxed) && !context_fences()) return false;
   const bool big = request.bytes > kBigRequest;
@@ -386,7 +385,7 @@ Block* Context::steal(const Need& need, const Request& request) {
 }
 
 bool Context::fill(const Block& block, const Request& request) noexcept {
-  const unsigned char value = options().init == InitMode::zero ? 0 : kJunk;
+  const unsigned char value = fill_byte(options().init);
   const CUdeviceptr address = block.address.load(std::memory_order_relaxed);
   const auto set = [&](CUstream stream) {
     return driver().call(driver().cuMemsetD8Async, address, value, static_cast<std::size_t>(request.bytes), stream);
@@ -437,7 +436,7 @@ CUresult Context::free(Block* block, std::uint64_t address) noexcept try {
     return result;
   }
   const bool unserved = peers && !fenced;  // nothing is handed out any more: memory goes where it goes natively
-  const bool clean = waits && (unserved || !peers || peers_idle());
+  const bool clean = waits && (unserved || !peers || becomes_idle(0));
   std::vector<CUdeviceptr> back;
   {
     std::lock_guard lock(mutex_);
@@ -649,13 +648,46 @@ bool Context::is_complete(std::span<const FenceEvent> events) noexcept {
   });
 }
 
-bool Context::peers_idle() {
+bool Context::becomes_idle(std::uint64_t patience_ns) noexcept try {
+  const std::uint64_t deadline = monotonic_ns() + patience_ns;
   Fence fence;
   RelaxedCaptureMode relaxed(driver());
   if (!record_fence(fence)) return false;
-  const bool idle = is_complete(fence.events);
+  bool idle = is_complete(fence.events);
+  while (!idle && broken() == CUDA_SUCCESS && monotonic_ns() < deadline) {
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+    idle = is_complete(fence.events);
+  }
   for (FenceEvent& event : fence.events) event.release();
   return idle;
+} catch (...) {  // no host memory
+  return false;
+}
+
+CUresult Context::wait_idle() noexcept try {
+  std::uint64_t taken = 0;
+  const CUresult result = wait_for_context(taken);
+  if (taken > shared_.noticeable_wait) {
+    count(shared_.counters.free_waits);
+    count(shared_.counters.wait_ticks, taken);
+  }
+  return result;
+} catch (...) {  // no host memory
+  return CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+bool Context::order_after_all(CUstream stream) noexcept try {
+  Fence fence;
+  RelaxedCaptureMode relaxed(driver());
+  CurrentContext current(driver(), handle_);
+  if (!record_fence(fence)) return false;
+  const bool ordered = std::all_of(fence.events.begin(), fence.events.end(), [&](const FenceEvent& e) {
+    return note(driver().call(driver().cuStreamWaitEvent, stream, e.event, 0u));
+  });
+  for (FenceEvent& event : fence.events) event.release();  // a wait took the event's state at the call
+  return ordered;
+} catch (...) {  // no host memory
+  return false;
 }
 
 void Context::poll() {
@@ -902,6 +934,7 @@ void Context::discard() {
   pressure_ = false;
   broken_.store(0, std::memory_order_relaxed);
   fill_stream_.store(nullptr, std::memory_order_relaxed);
+  async_.discard();
   alive_.store(false, std::memory_order_release);
   shared_.handle_epoch.fetch_add(1, std::memory_order_release);
 }

@@ -22,6 +22,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "core/async.h"
 #include "core/fence.h"
 #include "core/patience.h"
 #include "core/pool.h"
@@ -48,6 +49,7 @@ class Context {
 
   CUcontext handle() const noexcept { return handle_; }
   CUdevice device() const noexcept { return device_; }
+  std::uint64_t device_bytes() const noexcept { return device_bytes_; }
   bool primary() const noexcept { return primary_; }
 
   // False: not served; the call is the driver's.
@@ -85,6 +87,17 @@ class Context {
   // Returns the number of segments given back.
   std::uint64_t relieve(std::uint64_t patience_ns);
   std::uint64_t unused() noexcept;
+
+  // What another allocator in this context needs of it (async.h).
+  AsyncAllocator& async() noexcept { return async_; }
+  bool serves() const noexcept { return closing_.load(std::memory_order_relaxed) == 0 && broken() == CUDA_SUCCESS; }
+  CUresult wait_idle() noexcept;  // as long as the native cudaFree would
+  // Makes `stream` wait for everything submitted so far to the context and to peers that may use its memory. False: no
+  // fence can be had now.
+  bool order_after_all(CUstream stream) noexcept;
+  // Whether all that completes within `patience_ns`. False also where no fence can be had.
+  bool becomes_idle(std::uint64_t patience_ns) noexcept;
+  void take_spare();  // for waits without a fence: see spare_
 
   // The code of the sticky error that a call of ours met, or CUDA_SUCCESS. While set, nothing is served.
   CUresult broken() const noexcept { return static_cast<CUresult>(broken_.load(std::memory_order_relaxed)); }
@@ -151,15 +164,13 @@ class Context {
   bool record_fence(Fence& fence);  // fills fence.events; false, and none taken, if there can be no fence now
   bool is_complete(std::span<const FenceEvent> events) noexcept;
   void unclaim(Block& block, std::uint64_t address) noexcept;  // the free failed: the block is live again
-  bool peers_idle();
   void poll();  // asks the fences, takes a new one if frees lack one, cleans up
   void poll_evented();
   void poll_streams();
   bool streams_idle();  // without context fences: whether every known stream is idle; makes no dependency
   CUresult wait_for_context(std::uint64_t& ticks_taken);  // as long as the native cudaFree would
   CUresult native_wait(std::uint64_t& ticks_taken);       // by freeing a small spare allocation
-  void take_spare();
-  std::uint64_t release_unused(std::uint64_t keep);  // the number of segments given back
+  std::uint64_t release_unused(std::uint64_t keep);       // the number of segments given back
   std::uint64_t give_back(const std::vector<CUdeviceptr>& segments, std::uint64_t generation) noexcept;
   bool context_fences() const noexcept;
 
@@ -193,6 +204,8 @@ class Context {
   std::atomic<int> closing_{0};
   std::atomic<int> broken_{0};
   std::atomic<CUstream> fill_stream_{nullptr};
+
+  AsyncAllocator async_;
 };
 
 }  // namespace cushion
