@@ -13,7 +13,6 @@ namespace {
 
 constexpr std::size_t kMostEvented = 1024;
 constexpr std::uint64_t kGrowthShare = 32;
-constexpr unsigned char kJunk = 0xFF;  // NaN as a float or a double, -1 as an integer
 
 // Serials of lanes, unique in the process.
 constinit std::atomic<std::uint64_t> g_lane_serial{0};
@@ -65,7 +64,8 @@ Context::Context(Shared& shared, CUcontext handle, CUdevice device, std::uint64_
       device_bytes_(device_bytes),
       primary_(primary),
       magazine_limit_(shared.options->magazine_size.of(device_bytes)),
-      superblock_size_(shared.options->superblock_size.of(device_bytes)) {
+      superblock_size_(shared.options->superblock_size.of(device_bytes)),
+      async_(shared, *this) {
   arenas_[0].store(new Arena(shared.map, *this, 0), std::memory_order_release);
   for (unsigned i = 0; i < kHostLanes; ++i) {
     host_[i].tally.gauges = &gauges_;
@@ -223,7 +223,7 @@ Arena& Context::arena_of(const Need& need, LaneRef by) {
 }
 
 bool Context::refuses(std::uint64_t bytes) const noexcept {
-  return closing_.load(std::memory_order_relaxed) != 0 || broken() != CUDA_SUCCESS || bytes > device_bytes_ ||
+  return !serves() || bytes > device_bytes_ ||
          // Without context fences nothing says when a peer's work is complete.
          (shared_.peers.load(std::memory_order_relaxed) && !context_fences());
 }
@@ -524,7 +524,7 @@ Block* Context::steal(Arena& arena, const Need& need, const Request& request, La
 }
 
 bool Context::fill(const Block& block, const Request& request) noexcept {
-  const unsigned char value = options().init == InitMode::zero ? 0 : kJunk;
+  const unsigned char value = fill_byte(options().init);
   const CUdeviceptr address = block.address();
   const auto set = [&](CUstream stream) {
     return driver().call(driver().cuMemsetD8Async, address, value, static_cast<std::size_t>(request.bytes), stream);
@@ -611,7 +611,7 @@ CUresult Context::free(Block* block, std::uint64_t address) noexcept try {
     count(shared_.counters.wait_ticks, taken);
   }
   const bool unserved = peers && !fenced;  // nothing is handed out any more: memory goes where it goes natively
-  const bool clean = waits && (unserved || !peers || peers_idle());
+  const bool clean = waits && (unserved || !peers || becomes_idle(0));
   if (clean && !unserved) fences_.completed(stamp);
   const std::uint64_t generation = events_.generation();
   give(claimed, nullptr, clean);
@@ -884,13 +884,46 @@ bool Context::is_complete(std::span<const FenceEvent> events) noexcept {
   });
 }
 
-bool Context::peers_idle() {
+bool Context::becomes_idle(std::uint64_t patience_ns) noexcept try {
+  const std::uint64_t deadline = monotonic_ns() + patience_ns;
   Fence fence;
   RelaxedCaptureMode relaxed(driver());
   if (!record_fence(fence)) return false;
-  const bool idle = is_complete(fence.events);
+  bool idle = is_complete(fence.events);
+  while (!idle && broken() == CUDA_SUCCESS && monotonic_ns() < deadline) {
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+    idle = is_complete(fence.events);
+  }
   for (FenceEvent& event : fence.events) event.release();
   return idle;
+} catch (...) {  // no host memory
+  return false;
+}
+
+CUresult Context::wait_idle() noexcept try {
+  std::uint64_t taken = 0;
+  const CUresult result = wait_for_context(taken);
+  if (taken > shared_.noticeable_wait) {
+    count(shared_.counters.free_waits);
+    count(shared_.counters.wait_ticks, taken);
+  }
+  return result;
+} catch (...) {  // no host memory
+  return CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+bool Context::order_after_all(CUstream stream) noexcept try {
+  Fence fence;
+  RelaxedCaptureMode relaxed(driver());
+  CurrentContext current(driver(), handle_);
+  if (!record_fence(fence)) return false;
+  const bool ordered = std::all_of(fence.events.begin(), fence.events.end(), [&](const FenceEvent& e) {
+    return note(driver().call(driver().cuStreamWaitEvent, stream, e.event, 0u));
+  });
+  for (FenceEvent& event : fence.events) event.release();  // a wait took the event's state at the call
+  return ordered;
+} catch (...) {  // no host memory
+  return false;
 }
 
 void Context::poll(std::uint64_t newest) {
@@ -1136,6 +1169,7 @@ void Context::discard() {
   pressure_.store(false, std::memory_order_relaxed);
   broken_.store(0, std::memory_order_relaxed);
   fill_stream_.store(nullptr, std::memory_order_relaxed);
+  async_.discard();
   for (unsigned i = 0; i < kHostLanes; ++i) host_[i].open(next_serial(), i, nullptr);
   alive_.store(false, std::memory_order_release);
   shared_.handle_epoch.fetch_add(1, std::memory_order_release);

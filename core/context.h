@@ -27,6 +27,7 @@
 #include <vector>
 
 #include "core/arena.h"
+#include "core/async.h"
 #include "core/fence.h"
 #include "core/lane.h"
 #include "core/patience.h"
@@ -49,6 +50,7 @@ class Context {
 
   CUcontext handle() const noexcept { return handle_; }
   CUdevice device() const noexcept { return device_; }
+  std::uint64_t device_bytes() const noexcept { return device_bytes_; }
   bool primary() const noexcept { return primary_; }
 
   // False: not served; the call is the driver's.
@@ -86,6 +88,17 @@ class Context {
   // Returns the number of segments given back.
   std::uint64_t relieve(std::uint64_t patience_ns);
   std::uint64_t unused() noexcept;
+
+  // What another allocator in this context needs of it (async.h).
+  AsyncAllocator& async() noexcept { return async_; }
+  bool serves() const noexcept { return closing_.load(std::memory_order_relaxed) == 0 && broken() == CUDA_SUCCESS; }
+  CUresult wait_idle() noexcept;  // as long as the native cudaFree would
+  // Makes `stream` wait for everything submitted so far to the context and to peers that may use its memory. False: no
+  // fence can be had now.
+  bool order_after_all(CUstream stream) noexcept;
+  // Whether all that completes within `patience_ns`. False also where no fence can be had.
+  bool becomes_idle(std::uint64_t patience_ns) noexcept;
+  void take_spare();  // for waits without a fence: see spare_
 
   // The code of the sticky error that a call of ours met, or CUDA_SUCCESS. While set, nothing is served.
   CUresult broken() const noexcept { return static_cast<CUresult>(broken_.load(std::memory_order_relaxed)); }
@@ -182,7 +195,6 @@ class Context {
   CUresult on_stream(CUstream stream, Call call) noexcept;
   bool record_fence(Fence& fence);  // fills fence.events; false, and none taken, if there can be no fence now
   bool is_complete(std::span<const FenceEvent> events) noexcept;
-  bool peers_idle();
   void poll(
       std::uint64_t newest = 0);  // asks the fences, takes a new one if frees (up to `newest`) lack one, cleans up
   void poll_evented(Arena& arena);
@@ -190,7 +202,6 @@ class Context {
   bool streams_idle();  // without context fences: whether every known stream is idle; makes no dependency
   CUresult wait_for_context(std::uint64_t& ticks_taken);  // as long as the native cudaFree would
   CUresult native_wait(std::uint64_t& ticks_taken);       // by freeing a small spare allocation
-  void take_spare();
 
   // ---- giving memory back
   std::uint64_t release_unused(std::uint64_t keep);            // the number of segments given back
@@ -229,6 +240,7 @@ class Context {
   EventPool events_;
   Gauges gauges_;
   std::atomic<CUstream> fill_stream_{nullptr};
+  AsyncAllocator async_;
   std::atomic<LaneNode*> all_lanes_{nullptr};
 
   std::mutex mutex_;                                // protects everything below, and which lanes there are

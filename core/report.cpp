@@ -133,7 +133,7 @@ class LiveList {
       }) && all;
     });
     return runtime.for_each_foreign(patience, [&](CUdeviceptr, const ForeignBlock& b) {
-      each(LiveGroup{b.size, 1, b.time, 0, b.device, b.api, true});
+      each(LiveGroup{b.size, 1, b.time, b.stream, b.device, b.api, b.server == nullptr});
     }) && all;
   }
   void merge() noexcept {
@@ -176,6 +176,7 @@ struct DeviceBytes {
       add(1, context.usage().handed_out);
       add(2, context.usage().held);
     });
+    add(0, shared.from_driver_pool[static_cast<std::size_t>(device)]);
     add(3, shared.forwarded[static_cast<std::size_t>(device)]);
   }
   bool any() const noexcept {

@@ -218,7 +218,9 @@ CUresult Runtime::identify(CUstream stream, const StreamIdentity*& identity, Con
 bool Runtime::malloc(CUdeviceptr* out, std::size_t bytes, Api api) noexcept {
   if (out == nullptr || bytes == 0 || options().allocator == AllocatorKind::cuda) return false;
   Context* context = current_context();
-  return context != nullptr && context->allocate({bytes, api, nullptr}, out);
+  if (context == nullptr) return false;
+  return options().allocator == AllocatorKind::async ? serve_from_driver_pool(*context, out, bytes, api)
+                                                     : context->allocate({bytes, api, nullptr}, out);
 }
 
 bool Runtime::malloc_async(CUdeviceptr* out, std::size_t bytes, CUstream stream) noexcept {
@@ -226,21 +228,78 @@ bool Runtime::malloc_async(CUdeviceptr* out, std::size_t bytes, CUstream stream)
   if (shared_.gate.capturing(shared_.driver, stream)) return false;  // a graph node
   const StreamIdentity* identity = nullptr;
   Context* context = nullptr;
-  return identify(stream, identity, context) == CUDA_SUCCESS && context != nullptr &&
-         !native_async_[index_of(context->device())].load(std::memory_order_relaxed) &&
-         context->allocate({bytes, Api::malloc_async, identity}, out);
+  if (identify(stream, identity, context) != CUDA_SUCCESS || context == nullptr ||
+      native_async_[index_of(context->device())].load(std::memory_order_relaxed)) {
+    return false;
+  }
+  if (options().allocator == AllocatorKind::async) {
+    context->async().prepare();
+    return false;
+  }
+  return context->allocate({bytes, Api::malloc_async, identity}, out);
+}
+
+bool Runtime::serve_from_driver_pool(Context& context, CUdeviceptr* out, std::size_t bytes, Api api) noexcept {
+  if (native_async_[index_of(context.device())].load(std::memory_order_relaxed)) return false;
+  const std::uint64_t generation = context.generation();
+  CUdeviceptr address = 0;
+  if (!context.async().allocate(bytes, &address)) return false;
+  ForeignBlock block{bytes, options().track != TrackLevel::off ? ticks() : 0, context.handle(), context.device(), api};
+  block.server = &context;
+  try {
+    std::lock_guard lock(foreign_mutex_);
+    if (generation != context.generation()) return false;  // reset meanwhile: the block went along
+    block.serial = ++foreign_serial_;
+    add_foreign(address, block);
+  } catch (...) {  // no host memory to remember it by: its free would not wait
+    context.async().free(address);
+    return false;
+  }
+  count(shared_.counters.served[static_cast<int>(api)]);
+  *out = address;
+  return true;
+}
+
+template <class Free>
+std::optional<CUresult> Runtime::free_to_driver_pool(CUdeviceptr address, Free free) noexcept {
+  if (options().allocator != AllocatorKind::async) return std::nullopt;
+  ForeignBlock block;
+  {
+    std::lock_guard lock(foreign_mutex_);
+    const auto found = foreign_->find(address);
+    if (found == foreign_->end() || found->second.server == nullptr) return std::nullopt;
+    if (found->second.freeing) return CUDA_ERROR_INVALID_VALUE;
+    found->second.freeing = true;
+    block = found->second;
+  }
+  const CUresult result = free(*block.server);
+  if (result == CUDA_SUCCESS) count(shared_.counters.frees_served);
+  std::lock_guard lock(foreign_mutex_);
+  const auto found = foreign_->find(address);
+  if (found == foreign_->end() || found->second.serial != block.serial) return result;  // reset, or handed out anew
+  if (result == CUDA_SUCCESS) {
+    foreign_bytes(block).subtract(block.size);
+    foreign_->erase(found);
+  } else {
+    found->second.freeing = false;
+  }
+  return result;
 }
 
 std::optional<CUresult> Runtime::free(CUdeviceptr address) noexcept {
   Segment* segment = shared_.map.find(address);
-  if (segment == nullptr) return std::nullopt;
+  if (segment == nullptr)
+    return free_to_driver_pool(address, [&](Context& context) { return context.async().free(address); });
   Block* block = segment->block_at(address);
   return block == nullptr ? CUDA_ERROR_INVALID_VALUE : segment->arena()->context().free(block, address);
 }
 
 std::optional<CUresult> Runtime::free_async(CUdeviceptr address, CUstream stream) noexcept {
   Segment* segment = shared_.map.find(address);
-  if (segment == nullptr) return std::nullopt;
+  if (segment == nullptr) {  // memory of the driver's pool has the driver's order
+    return free_to_driver_pool(
+        address, [&](Context&) { return shared_.driver.call(shared_.driver.cuMemFreeAsync, address, stream); });
+  }
   Block* block = segment->block_at(address);
   if (block == nullptr) return CUDA_ERROR_INVALID_VALUE;
   if (shared_.gate.capturing(shared_.driver, stream)) return CUDA_ERROR_INVALID_VALUE;  // as natively (contract §4)
@@ -272,6 +331,9 @@ void Runtime::forwarded_block(Api api, CUdeviceptr address, std::size_t bytes, C
     }
     CurrentContext current(driver, block.context);
     if (driver.cuCtxGetDevice(&device) == CUDA_SUCCESS) block.device = device;
+    unsigned long long id = is_legacy(stream) ? kLegacyId : 0;
+    if (stream_ordered && !is_legacy(stream) && driver.cuStreamGetId != nullptr) driver.cuStreamGetId(stream, &id);
+    if (stream_ordered) block.stream = static_cast<std::uint32_t>(id);
   }
   restore_foreign(address, block);
 } catch (...) {  // no host memory to remember it by: the report will lack it
@@ -283,18 +345,22 @@ std::optional<ForeignBlock> Runtime::forget_foreign(CUdeviceptr address) noexcep
   if (found == foreign_->end()) return std::nullopt;
   const ForeignBlock block = found->second;
   foreign_->erase(found);
-  shared_.forwarded[index_of(block.device)].subtract(block.size);
+  foreign_bytes(block).subtract(block.size);
   return block;
+}
+
+void Runtime::add_foreign(CUdeviceptr address, const ForeignBlock& block) {
+  const auto [at, fresh] = foreign_->try_emplace(address, block);
+  if (!fresh) {  // the old one was freed out of our sight, or its free has not returned yet
+    foreign_bytes(at->second).subtract(at->second.size);
+    at->second = block;
+  }
+  foreign_bytes(block).add(block.size);
 }
 
 void Runtime::restore_foreign(CUdeviceptr address, const ForeignBlock& block) noexcept try {
   std::lock_guard lock(foreign_mutex_);
-  const auto [at, fresh] = foreign_->try_emplace(address, block);
-  if (!fresh) {  // the old one was freed out of our sight
-    shared_.forwarded[index_of(at->second.device)].subtract(at->second.size);
-    at->second = block;
-  }
-  shared_.forwarded[index_of(block.device)].add(block.size);
+  add_foreign(address, block);
 } catch (...) {
 }
 
@@ -304,7 +370,10 @@ bool Runtime::relieve(std::size_t bytes) noexcept try {
   std::uint64_t released = 0;
   shared_.for_each_context([&](Context& context) {
     const std::uint64_t now = monotonic_ns();
-    if (context.alive()) released += context.relieve(now < deadline && released == 0 ? deadline - now : 0);
+    const std::uint64_t patience = now < deadline && released == 0 ? deadline - now : 0;
+    if (!context.alive()) return;
+    released += options().allocator == AllocatorKind::async ? std::uint64_t{context.async().trim(patience)}
+                                                            : context.relieve(patience);
   });
   return released != 0;
 } catch (...) {
@@ -315,8 +384,9 @@ std::uint64_t Runtime::unused_in_current() noexcept {
   CUcontext handle = nullptr;
   InsideDriver inside;
   if (shared_.driver.cuCtxGetCurrent(&handle) != CUDA_SUCCESS) return 0;
-  const Context* current = find_context(handle);
+  Context* current = find_context(handle);
   if (current == nullptr) return 0;
+  if (options().allocator == AllocatorKind::async) return current->async().unused();  // the pool is the device's
   std::uint64_t bytes = 0;
   shared_.for_each_context([&](Context& context) {
     if (context.alive() && context.device() == current->device()) bytes += context.unused();
@@ -456,7 +526,11 @@ void Runtime::ended(CUcontext handle) noexcept try {
     std::lock_guard lock(foreign_mutex_);
     std::erase_if(*foreign_, [&](const auto& entry) {
       if (entry.second.context != handle) return false;
-      shared_.forwarded[index_of(entry.second.device)].subtract(entry.second.size);
+      foreign_bytes(entry.second).subtract(entry.second.size);
+      if (entry.second.server != nullptr) {
+        count(shared_.counters.reset_blocks);
+        count(shared_.counters.reset_bytes, entry.second.size);
+      }
       return true;
     });
   }
@@ -466,11 +540,14 @@ void Runtime::ended(CUcontext handle) noexcept try {
 } catch (...) {
 }
 
-void Runtime::peer_enabled(bool started) noexcept try {
+void Runtime::peer_enabled(CUcontext peer, bool started) noexcept try {
   // The accessor's context must be known even if it never allocates: its work may touch our memory.
   shared_.peers.store(true, std::memory_order_seq_cst);
   if (started) {
-    current_context();
+    const Context* accessor = current_context();
+    Context* owner = find_context(peer);
+    if (options().allocator == AllocatorKind::async && accessor != nullptr && owner != nullptr && owner->alive())
+      owner->async().admit(accessor->device());
     return;
   }
   CUcontext handle = nullptr;

@@ -20,13 +20,18 @@
 
 namespace cushion {
 
-// An allocation that the driver served, while the program holds it.
+// An allocation in memory of the driver's, while the program holds it: one that was passed on, or one that the async
+// allocator served.
 struct ForeignBlock {
   std::uint64_t size = 0;
   std::uint64_t time = 0;
   CUcontext context = nullptr;
   int device = 0;
   Api api = Api::malloc;
+  std::uint32_t stream = 0;   // low half of its id; 0: host-ordered
+  Context* server = nullptr;  // in whose async allocator it is; null: passed on
+  std::uint64_t serial = 0;   // of a served one, whose address may be another's by the time that its free returns
+  bool freeing = false;       // its free is under way; a second one is an error
 };
 
 class Runtime {
@@ -45,7 +50,8 @@ class Runtime {
   // False: the call is the driver's.
   bool malloc(CUdeviceptr* out, std::size_t bytes, Api api) noexcept;
   bool malloc_async(CUdeviceptr* out, std::size_t bytes, CUstream stream) noexcept;
-  // What the native free would answer for a pointer into one of our segments; nothing for any other pointer.
+  // What the native free would answer for a pointer into one of our segments, or to a block of the async allocator;
+  // nothing for any other pointer.
   std::optional<CUresult> free(CUdeviceptr address) noexcept;
   std::optional<CUresult> free_async(CUdeviceptr address, CUstream stream) noexcept;
   bool owns(CUdeviceptr address) const noexcept { return shared_.map.find(address) != nullptr; }
@@ -91,8 +97,8 @@ class Runtime {
   void failed(CUresult result) noexcept;  // a call of the program's, in the current context: notes a sticky error
   Context* find_context(CUcontext handle) noexcept;  // null if Cushion holds nothing there
   Context* find_primary(CUdevice device) noexcept;
-  void ended(CUcontext handle) noexcept;  // the real call has ended it
-  void peer_enabled(bool started) noexcept;
+  void ended(CUcontext handle) noexcept;                     // the real call has ended it
+  void peer_enabled(CUcontext peer, bool started) noexcept;  // the current context may use the peer's memory
   void pool_changed(CUdevice device) noexcept {
     native_async_[index_of(device)].store(true, std::memory_order_relaxed);
   }
@@ -134,6 +140,18 @@ class Runtime {
   // `identity` is this thread's, good until it identifies another stream.
   CUresult identify(CUstream stream, const StreamIdentity*& identity, Context*& context) noexcept;
 
+  // The async allocator's blocks. An allocation of them is false where it is the driver's call; a free is nothing where
+  // the pointer is no such block.
+  bool serve_from_driver_pool(Context& context, CUdeviceptr* out, std::size_t bytes, Api api) noexcept;
+  template <class Free>
+  std::optional<CUresult> free_to_driver_pool(CUdeviceptr address, Free free) noexcept;
+
+  // These want foreign_mutex_.
+  void add_foreign(CUdeviceptr address, const ForeignBlock& block);
+  Gauge& foreign_bytes(const ForeignBlock& block) noexcept {
+    return (block.server != nullptr ? shared_.from_driver_pool : shared_.forwarded)[index_of(block.device)];
+  }
+
   Shared shared_;
   Program* program_ = nullptr;
   std::atomic<bool> reported_{false};
@@ -155,7 +173,8 @@ class Runtime {
   std::unordered_map<CUevent, Known>* events_ = nullptr;
   std::atomic<int> event_count_{0};  // events_'s size, readable without the lock
 
-  std::mutex foreign_mutex_;  // protects *foreign_ and shared_.forwarded; a leaf
+  std::mutex foreign_mutex_;  // protects *foreign_, shared_.forwarded and shared_.from_driver_pool; a leaf
+  std::uint64_t foreign_serial_ = 0;
   std::unordered_map<CUdeviceptr, ForeignBlock>* foreign_ = nullptr;  // made by start()
 };
 

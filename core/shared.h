@@ -22,9 +22,11 @@ struct Shared {
   Driver driver;
   CaptureGate gate;
   AddressMap map;
-  Counters counters;                        // what no context's lock protects
-  std::array<Gauge, kDevices> forwarded{};  // bytes served by the driver, by device; under Runtime's foreign_mutex_
-  const Options* options = nullptr;         // set once, before the first context
+  Counters counters;  // what no context's lock protects
+  // Bytes by device, under Runtime's foreign_mutex_: served by the driver itself, and by the async allocator.
+  std::array<Gauge, kDevices> forwarded{};
+  std::array<Gauge, kDevices> from_driver_pool{};
+  const Options* options = nullptr;  // set once, before the first context
 
   // Contexts are added and never removed (a handle that comes again finds its old object), so readers need no lock:
   // acquire on the count shows the entries below it.

@@ -575,7 +575,7 @@ CUresult hook_cuGreenCtxDestroy(CUgreenCtx context) noexcept {
 }
 CUresult hook_cuCtxEnablePeerAccess(CUcontext peer, unsigned flags) noexcept {
   const CUresult result = real_cuCtxEnablePeerAccess(peer, flags);
-  if (result == CUDA_SUCCESS && !in_forked_child()) runtime().peer_enabled(serving() != nullptr);
+  if (result == CUDA_SUCCESS && !in_forked_child()) runtime().peer_enabled(peer, serving() != nullptr);
   return result;
 }
 

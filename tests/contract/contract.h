@@ -2,7 +2,8 @@
 //
 // Every test states what native CUDA does and passes in four settings: over the emulated driver or a real
 // one, with or without libcushion.so preloaded. Where Cushion differs on purpose, or promises more, the test
-// asks under_cushion(). Waiting is told by whether a stream is still busy, never by an upper bound on time.
+// asks under_cushion(); where only its own pool does, pooled(). Waiting is told by whether a stream is still busy,
+// never by an upper bound on time.
 //
 // A rule that needs a process of its own (an environment, a dying context, an end of the process) is a
 // SCENARIO: a function that the same executable runs in a fresh process, started by run_scenario(). Its
@@ -37,6 +38,7 @@ inline constexpr std::size_t MiB = 1024 * KiB;
 
 bool under_cushion();  // libcushion.so is mapped into this process
 bool deferred();       // … and runs with CUSHION_FREE=deferred
+bool pooled();         // … and serves from its own pool (CUSHION_ALLOCATOR=pool, the default)
 
 // --- Memory ----------------------------------------------------------------------------------------------
 

@@ -241,7 +241,7 @@ SCENARIO(more_than_max_size) {
 }
 
 TEST_F(Exhaustion, MaxSizeBoundsThePoolNotTheProgram) {
-  if (!under_cushion()) GTEST_SKIP() << "an option of Cushion";
+  if (!pooled()) GTEST_SKIP() << "an option of Cushion's pool";
   const Scratch scratch;
   EXPECT_SCENARIO("more_than_max_size", {"CUSHION_MAX_SIZE=128MiB", "CUSHION_REPORT=" + scratch.path("report.json")});
   const nlohmann::json report = scratch.report("report.json");

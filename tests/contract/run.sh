@@ -39,4 +39,5 @@ setting() { # NAME VARIABLE=VALUE...
 setting native CUSHION_DISABLE=
 setting cushion LD_PRELOAD="$build/libcushion.so"
 setting deferred LD_PRELOAD="$build/libcushion.so" CUSHION_FREE=deferred
+setting async LD_PRELOAD="$build/libcushion.so" CUSHION_ALLOCATOR=async
 exit $failed

@@ -46,6 +46,11 @@ bool deferred() {
   return under_cushion() && mode != nullptr && std::strcmp(mode, "deferred") == 0;
 }
 
+bool pooled() {
+  const char* allocator = std::getenv("CUSHION_ALLOCATOR");
+  return under_cushion() && (allocator == nullptr || std::strcmp(allocator, "pool") == 0);
+}
+
 CUdeviceptr allocate(std::size_t size) {
   CUdeviceptr p = 0;
   CHECK_CU(CUDA_SUCCESS, driver().MemAlloc(&p, size));

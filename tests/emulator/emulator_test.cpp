@@ -446,6 +446,36 @@ TEST_F(Order, PoolGivesABusyBlockToItsOwnStreamOnly) {
   CHECK_CU(0, cu.CtxSynchronize());
 }
 
+TEST_F(Order, OnAFullDeviceABusyBlockGoesToAnotherStreamThatWaits) {
+  const auto body = [] {
+    Gpu gpu;
+    const Driver& cu = driver();
+    CHECK_CU(0, harness::LoadKernels());
+    CUmemoryPool pool = nullptr;
+    CHECK_CU(0, cu.DeviceGetDefaultMemPool(&pool, 0));
+    Gate gate;
+    Stream freed_on, independent;
+    CUdeviceptr p = 0, same = 0, other = 0;
+    CHECK_CU(0, cu.MemAllocAsync(&p, 40 << 20, freed_on));
+    CHECK_CU(0, gate.Hold(freed_on));
+    CHECK_CU(0, cu.MemFreeAsync(p, freed_on));
+    int allowed = 0;
+    CHECK_CU(0, cu.MemPoolSetAttribute(pool, CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES, &allowed));
+    CHECK_CU(CUDA_ERROR_OUT_OF_MEMORY, cu.MemAllocAsync(&other, 40 << 20, independent));
+    allowed = 1;
+    CHECK_CU(0, cu.MemPoolSetAttribute(pool, CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES, &allowed));
+    CHECK_CU(0, cu.MemAllocAsync(&same, 40 << 20, independent));
+    EXPECT_EQ(same, p);
+    CHECK_CU(CUDA_ERROR_NOT_READY, cu.StreamQuery(independent));
+    gate.Open();
+    CHECK_CU(0, independent.Synchronize());
+    return 0;
+  };
+  if (!Driver::Emulated()) GTEST_SKIP() << "needs a device of 64 MiB";
+  const ChildResult child = RunChild("full", body, {{"EMU_MEMORY", "64M"}});
+  EXPECT_EQ(child.status, 0) << child.output;
+}
+
 TEST_F(Order, PerThreadVariantMeansThePerThreadStream) {
   const Driver& cu = driver();
   Stream independent;

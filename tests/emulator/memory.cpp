@@ -9,6 +9,7 @@
 
 #include "capture.h"
 #include "driver.h"
+#include "pool.h"
 #include "settings.h"
 
 namespace emu {
@@ -268,12 +269,17 @@ void Release(const BlockPtr& block) {
   }
 }
 
-Range TakeOrTrim(Device& device, std::size_t bytes) {
+std::optional<Range> TryTakeOrTrim(Device& device, std::size_t bytes) {
   auto range = device.Take(bytes);
   if (!range) {
     TrimDevice(device.ordinal, 0);
     range = device.Take(bytes);
   }
+  return range;
+}
+
+Range TakeOrTrim(Device& device, std::size_t bytes) {
+  const auto range = TryTakeOrTrim(device, bytes);
   Require(range.has_value(), CUDA_ERROR_OUT_OF_MEMORY);
   return *range;
 }
@@ -282,10 +288,9 @@ bool Accessible(const Context& context, std::uintptr_t address, std::size_t byte
   while (bytes > 0) {
     const BlockPtr block = driver().blocks.Find(address);
     if (block == nullptr) return false;
-    if (block->kind == Block::Kind::kDevice && block->device != context.device &&
-        !context.peers.contains(block->context->id)) {
-      return false;
-    }
+    const bool elsewhere = block->device != context.device;
+    if (elsewhere && block->kind == Block::Kind::kDevice && !context.peers.contains(block->context->id)) return false;
+    if (elsewhere && block->kind == Block::Kind::kPool && !block->pool->Admits(context.device)) return false;
     const std::size_t here = std::min(bytes, block->size - (address - block->base));
     address += here;
     bytes -= here;

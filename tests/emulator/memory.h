@@ -105,8 +105,9 @@ BlockPtr NewBlock(Block::Kind kind, const ContextPtr& context, Range range, std:
 // The block is gone and its memory is the device's (or the host's) again; of a block gone already, nothing.
 void Release(const BlockPtr& block);
 
-// Device memory for a block, after trimming the device's pools if need be; refuses with out of memory.
-Range TakeOrTrim(Device& device, std::size_t bytes);
+// Device memory for a block, after trimming the device's pools if need be.
+std::optional<Range> TryTakeOrTrim(Device& device, std::size_t bytes);
+Range TakeOrTrim(Device& device, std::size_t bytes);  // refuses with out of memory
 
 // Whether work of the context may touch the bytes now.
 bool Accessible(const Context& context, std::uintptr_t address, std::size_t bytes);

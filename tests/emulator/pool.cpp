@@ -77,26 +77,36 @@ std::uint64_t* Counter(Pool& pool, CUmemPool_attribute attribute) {
 }  // namespace
 
 CUdeviceptr Pool::Allocate(Stream& stream, std::size_t bytes) {
-  const auto ordered_before = [&](const Free& entry) {
-    if (entry.stream == stream.id) return true;
-    if (reuse_opportunistic != 0 && AllDone(entry.fence)) return true;
+  // The kinds of reuse, in the order in which they are tried.
+  const auto same_stream = [&](const Free& entry) { return entry.stream == stream.id; };
+  const auto after_event = [&](const Free& entry) {
     const auto known = stream.seen.find(entry.stream);
     return reuse_follow_events != 0 && entry.stream != 0 && known != stream.seen.end() && known->second >= entry.count;
   };
-  auto best = free.end();
-  for (auto entry = free.begin(); entry != free.end(); ++entry) {
-    if (entry->range.size < bytes || entry->range.size / 2 > bytes) continue;
-    if (best != free.end() && best->range.size <= entry->range.size) continue;
-    if (ordered_before(*entry)) best = entry;
-  }
-  Range range;
-  if (best != free.end()) {
+  const auto complete = [&](const Free& entry) { return reuse_opportunistic != 0 && AllDone(entry.fence); };
+  const auto any = [&](const Free&) { return reuse_internal != 0; };
+  Range range{};
+  const auto reuse = [&](const auto& allowed) {
+    auto best = free.end();
+    for (auto entry = free.begin(); entry != free.end(); ++entry) {
+      if (entry->range.size < bytes || entry->range.size / 2 > bytes) continue;
+      if (best != free.end() && best->range.size <= entry->range.size) continue;
+      if (allowed(*entry)) best = entry;
+    }
+    if (best == free.end()) return false;
+    MakeWait(stream, best->fence, {});  // for nothing, where the order is known
     range = best->range;
     free.erase(best);
-  } else {
-    range = TakeOrTrim(DeviceAt(device), bytes);
-    reserved += range.size;
-    reserved_high = std::max(reserved_high, reserved);
+    return true;
+  };
+  if (!reuse(same_stream) && !reuse(after_event) && !reuse(complete)) {
+    if (const auto fresh = TryTakeOrTrim(DeviceAt(device), bytes)) {
+      range = *fresh;
+      reserved += range.size;
+      reserved_high = std::max(reserved_high, reserved);
+    } else {  // memory is short: the stream is made to wait for another one's free
+      Require(reuse(any), CUDA_ERROR_OUT_OF_MEMORY);
+    }
   }
   used += range.size;
   used_high = std::max(used_high, used);
@@ -139,6 +149,11 @@ void Pool::Trim(std::uint64_t keep) {
     DeviceAt(device).Give(entry->range);
     entry = free.erase(entry);
   }
+}
+
+bool Pool::Admits(CUdevice other) const {
+  const auto found = access.find(other);
+  return found != access.end() && found->second == CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
 }
 
 void TrimDevice(CUdevice device, std::uint64_t keep) {

@@ -2,8 +2,9 @@
 //
 // A block freed on a stream may be handed out again on that stream at once, and elsewhere only when its free is
 // complete or ordered before the asking stream by an event; a busy stream's block never goes to an independent one
-// (contract §3, measured). Invariant: a range belongs to exactly one of a live block, the pool's free list, or the
-// device. At a synchronisation the pool gives the device what exceeds its release threshold.
+// (contract §3, measured). When the device is full it does, and the asking stream is made to wait for the free (the
+// manual). Invariant: a range belongs to exactly one of a live block, the pool's free list, or the device. At a
+// synchronisation the pool gives the device what exceeds its release threshold.
 #pragma once
 
 #include <list>
@@ -37,6 +38,7 @@ struct Pool : std::enable_shared_from_this<Pool> {
   void FreeAfter(const BlockPtr& block, const Tasks& fence);
   void Discard(const Block& block);  // back to the device: its context ended
   void Trim(std::uint64_t keep);
+  bool Admits(CUdevice other) const;  // not asked of its own device
 
  private:
   void Park(const BlockPtr& block, std::uint64_t stream, std::uint64_t count, Tasks fence);

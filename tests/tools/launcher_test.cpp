@@ -73,7 +73,8 @@ TEST(Launcher, TellsItsVersionAndItsOptions) {
     EXPECT_THAT(table.text, HasSubstr(option.help));
     EXPECT_THAT(markdown.text, HasSubstr(std::string("\n| `CUSHION_") + option.name + "` | "));
   }
-  EXPECT_THAT(help.text, AllOf(HasSubstr("--allocator pool|cuda"), HasSubstr("--log-level"), HasSubstr("--oom-wait")));
+  EXPECT_THAT(help.text, AllOf(HasSubstr("--allocator pool|arena|binning|async|cuda"), HasSubstr("--log-level"),
+                               HasSubstr("--oom-wait")));
 }
 
 TEST(Launcher, WrongUseExitsWith2) {
@@ -97,7 +98,7 @@ TEST_F(RunCommand, FlagsBecomeVariablesAndTheExitStatusPassesOn) {
 TEST_F(RunCommand, BadOptionsStopItBeforeTheProgram) {
   const Outcome flag = run("--allocator pol -- echo started");
   EXPECT_EQ(flag.status, 2);
-  EXPECT_EQ(flag.text, "cushion: CUSHION_ALLOCATOR=pol is not valid: use pool or cuda\n");
+  EXPECT_EQ(flag.text, "cushion: CUSHION_ALLOCATOR=pol is not valid: use pool, arena, binning, async or cuda\n");
   const Outcome both = shell("CUSHION_FREE=x " + kLauncher + " run" + kLibrary + "--max-size 101% -- echo started");
   EXPECT_EQ(both.status, 2);
   EXPECT_THAT(both.text,

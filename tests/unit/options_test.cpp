@@ -55,6 +55,7 @@ TEST(Options, EveryWordOfARangeIsAcceptedAndReadsBack) {
 
 TEST(Options, EnumeratorsStandInTheOrderOfTheirWords) {
   EXPECT_EQ(valid({"CUSHION_ALLOCATOR=cuda"}).allocator, AllocatorKind::cuda);
+  EXPECT_EQ(valid({"CUSHION_ALLOCATOR=async"}).allocator, AllocatorKind::async);
   EXPECT_EQ(valid({"CUSHION_FREE=deferred"}).free, FreeMode::deferred);
   EXPECT_EQ(valid({"CUSHION_INIT=zero"}).init, InitMode::zero);
   EXPECT_EQ(valid({"CUSHION_INIT=JUNK"}).init, InitMode::junk);
@@ -65,7 +66,8 @@ TEST(Options, EnumeratorsStandInTheOrderOfTheirWords) {
 }
 
 TEST(Options, ABadWordNamesItselfAndTheValidOnes) {
-  EXPECT_EQ(check_option("ALLOCATOR", "pol"), "CUSHION_ALLOCATOR=pol is not valid: use pool or cuda");
+  EXPECT_EQ(check_option("ALLOCATOR", "pol"),
+            "CUSHION_ALLOCATOR=pol is not valid: use pool, arena, binning, async or cuda");
   EXPECT_EQ(check_option("INIT", ""), "CUSHION_INIT= is not valid: use none, zero or junk");
   EXPECT_THAT(read({"CUSHION_ALLOCATOR=pool|cuda", "CUSHION_FREE=sync "}).errors, SizeIs(2));
 }

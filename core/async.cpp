@@ -1,0 +1,191 @@
+#include "core/async.h"
+
+#include <algorithm>
+#include <thread>
+
+#include "core/context.h"
+#include "core/log.h"
+
+namespace cushion {
+
+bool AsyncAllocator::note(CUresult result) noexcept {
+  context_.broke(result);
+  return result == CUDA_SUCCESS;
+}
+
+CUmemoryPool AsyncAllocator::prepare() noexcept {
+  CUmemoryPool pool = pool_.load(std::memory_order_acquire);
+  if (pool != nullptr || shared_.gate.may_be_open()) return pool;
+  if (!note(driver().call(driver().cuDeviceGetDefaultMemPool, &pool, context_.device()))) return nullptr;
+  const Size& wanted = shared_.options->release_threshold;
+  cuuint64_t threshold = 0;
+  if (note(driver().call(driver().cuMemPoolGetAttribute, pool, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
+                         static_cast<void*>(&threshold))) &&
+      threshold == 0) {
+    threshold = wanted.percent >= 100 ? UINT64_MAX : wanted.of(context_.device_bytes());
+    note(driver().call(driver().cuMemPoolSetAttribute, pool, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
+                       static_cast<void*>(&threshold)));
+  }
+  pool_.store(pool, std::memory_order_release);
+  return pool;
+}
+
+CUstream AsyncAllocator::open(std::atomic<CUstream>& slot, std::uint64_t generation) noexcept {
+  CUstream stream = slot.load(std::memory_order_acquire);
+  if (stream != nullptr) return stream;
+  if (!note(driver().call(driver().cuStreamCreate, &stream, static_cast<unsigned>(CU_STREAM_NON_BLOCKING))))
+    return nullptr;
+  CUstream first = nullptr;
+  {
+    std::lock_guard lock(mutex_);
+    if (generation != events_.generation()) return nullptr;  // reset meanwhile: the stream went along
+    if (slot.compare_exchange_strong(first, stream, std::memory_order_acq_rel)) return stream;
+  }
+  driver().call(driver().cuStreamDestroy_v2, stream);  // another thread was first
+  return first;
+}
+
+bool AsyncAllocator::allocate(std::uint64_t bytes, CUdeviceptr* out) noexcept {
+  if (!context_.serves() || bytes > context_.device_bytes() || shared_.gate.may_be_open() ||
+      shared_.peers.load(std::memory_order_relaxed)) {
+    return false;
+  }
+  RelaxedCaptureMode relaxed(driver());
+  CurrentContext current(driver(), context_.handle());
+  const std::uint64_t generation = events_.generation();
+  const CUmemoryPool pool = prepare();
+  if (pool == nullptr) return false;
+  // A block is handed out only when there is a stream to free it on, and a spare for frees that have no fence.
+  if (freeing_.load(std::memory_order_acquire) == nullptr) context_.take_spare();
+  if (open(freeing_, generation) == nullptr) return false;
+  const CUstream stream = open(allocating_, generation);
+  if (stream == nullptr) return false;
+
+  CUdeviceptr address = 0;
+  const CUresult result =
+      driver().call(driver().cuMemAllocFromPoolAsync, &address, static_cast<std::size_t>(bytes), pool, stream);
+  if (generation != events_.generation() || !note(result)) return false;
+  const std::uint64_t alignment = bytes > kBigRequest ? kBigAlignment : kUnit;
+  const bool aligned = address % alignment == 0;  // the driver promises less than cudaMalloc's callers rely on
+  const bool ready = aligned && make_ready(address, bytes, stream);
+  if (ready) {
+    *out = address;
+  } else if (generation == events_.generation()) {  // else reset: what the address is now is not ours
+    note(driver().call(driver().cuMemFreeAsync, address, stream));
+  }
+  return ready;
+}
+
+bool AsyncAllocator::make_ready(CUdeviceptr address, std::uint64_t bytes, CUstream stream) noexcept {
+  if (shared_.options->init != InitMode::none) {
+    return note(driver().call(driver().cuMemsetD8Async, address, fill_byte(shared_.options->init),
+                              static_cast<std::size_t>(bytes), stream)) &&
+           note(driver().call(driver().cuStreamSynchronize, stream));
+  }
+  if (completes(stream)) return true;
+  // It waits for another stream's work. The next allocations get a stream that does not; this one is left to its
+  // context's end, because other threads may just be using it.
+  CUstream stuck = stream;
+  allocating_.compare_exchange_strong(stuck, nullptr, std::memory_order_acq_rel);
+  return false;
+}
+
+bool AsyncAllocator::completes(CUstream stream) noexcept {
+  CUresult result = driver().call(driver().cuStreamQuery, stream);
+  if (result != CUDA_ERROR_NOT_READY) return note(result);
+  // Other threads go on allocating on it: an event says when this allocation is through.
+  FenceEvent event{&events_, events_.generation(), events_.take(driver(), context_.handle())};
+  if (event.event == nullptr) return false;
+  constexpr std::uint64_t kLeast = 10'000'000;  // ns; an idle device takes a moment too, whatever OOM_WAIT says
+  const std::uint64_t deadline = monotonic_ns() + std::max(kLeast, shared_.options->oom_wait.ns);
+  result = driver().call(driver().cuEventRecord, event.event, stream);
+  while (result == CUDA_SUCCESS && (result = event.query(driver())) == CUDA_ERROR_NOT_READY) {
+    if (monotonic_ns() > deadline) break;
+    std::this_thread::yield();
+    result = CUDA_SUCCESS;
+  }
+  event.release();
+  return note(result);
+}
+
+CUresult AsyncAllocator::free(CUdeviceptr address) noexcept {
+  if (context_.broken() != CUDA_SUCCESS) return context_.broken();
+  RelaxedCaptureMode relaxed(driver());
+  CurrentContext current(driver(), context_.handle());
+  const std::uint64_t generation = events_.generation();
+  CUstream stream = freeing_.load(std::memory_order_acquire);
+  if (stream == nullptr) return CUDA_ERROR_INVALID_VALUE;  // a reset took the block along
+  if (shared_.options->free != FreeMode::deferred || !context_.order_after_all(stream)) {
+    const CUresult waited = context_.wait_idle();
+    if (waited != CUDA_SUCCESS) return waited;
+    // Nothing is left to wait for, and the stream that allocations come from may have the block at once. Peers' work is
+    // not waited for, natively neither: the second stream does that.
+    const bool peers = shared_.peers.load(std::memory_order_relaxed) && context_.order_after_all(stream);
+    const CUstream allocating = allocating_.load(std::memory_order_acquire);
+    if (!peers && allocating != nullptr) stream = allocating;
+  }
+  if (generation != events_.generation()) return CUDA_SUCCESS;  // reset meanwhile: the block is gone
+  const CUresult result = driver().call(driver().cuMemFreeAsync, address, stream);
+  note(result);
+  return result;
+}
+
+void AsyncAllocator::admit(CUdevice device) noexcept {
+  const CUmemoryPool pool = pool_.load(std::memory_order_acquire);
+  if (pool == nullptr || device == context_.device()) return;
+  CUmemAccessDesc access{};
+  access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+  access.location.id = device;
+  access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+  const CUresult result = driver().call(driver().cuMemPoolSetAccess, pool, &access, std::size_t{1});
+  if (result != CUDA_SUCCESS) {
+    log::warn("device {}: its pool's memory cannot be made accessible to device {} (error {})", context_.device(),
+              device, static_cast<int>(result));
+  }
+}
+
+std::uint64_t AsyncAllocator::figure(CUmemPool_attribute attribute) const noexcept {
+  cuuint64_t value = 0;
+  const CUmemoryPool pool = pool_.load(std::memory_order_acquire);
+  const bool known = pool != nullptr && driver().call(driver().cuMemPoolGetAttribute, pool, attribute,
+                                                      static_cast<void*>(&value)) == CUDA_SUCCESS;
+  return known ? value : 0;
+}
+
+std::uint64_t AsyncAllocator::unused() const noexcept {
+  const std::uint64_t reserved = figure(CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT);
+  return reserved - std::min(reserved, figure(CU_MEMPOOL_ATTR_USED_MEM_CURRENT));
+}
+
+bool AsyncAllocator::trim_once() noexcept {
+  const std::uint64_t before = figure(CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT);
+  driver().call(driver().cuMemPoolTrimTo, pool_.load(std::memory_order_acquire), std::size_t{0});
+  return figure(CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT) < before;
+}
+
+bool AsyncAllocator::trim(std::uint64_t patience_ns) noexcept {
+  if (shared_.gate.may_be_open() || !context_.serves() || unused() == 0) return false;
+  RelaxedCaptureMode relaxed(driver());
+  CurrentContext current(driver(), context_.handle());
+  if (trim_once()) return true;
+  if (patience_ns == 0) return false;
+  // What is left may have been freed and be in use still.
+  const std::uint64_t start = ticks();
+  const bool idle = context_.becomes_idle(patience_ns);
+  const std::uint64_t taken = ticks() - start;
+  if (taken > shared_.noticeable_wait) {
+    count(shared_.counters.memory_waits);
+    count(shared_.counters.wait_ticks, taken);
+  }
+  return idle && trim_once();
+}
+
+void AsyncAllocator::discard() noexcept {
+  std::lock_guard lock(mutex_);
+  events_.discard();
+  allocating_.store(nullptr, std::memory_order_relaxed);
+  freeing_.store(nullptr, std::memory_order_relaxed);
+  pool_.store(nullptr, std::memory_order_relaxed);  // a reset may have set its attributes back
+}
+
+}  // namespace cushion
