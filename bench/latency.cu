@@ -5,13 +5,14 @@
 //                                            32 GiB in blocks of 64 MiB and keeps them
 //   BM_OneAllocation/<allocator>/<bytes>     256 allocations alone, kept until all are made
 //
-// Counters: percentiles of one pair, or of one allocation, in nanoseconds, p50, p99, p999 (99.9 %) and max; samples.
-// A sample includes one reading of the clock. An allocator that keeps what it has grows but once in a process: run one
+// Counters: mean and percentiles of one pair, or of one allocation, in nanoseconds: p50, p99, p999 (99.9 %), max. A
+// sample includes one reading of the clock. An allocator that keeps what it has grows but once in a process: run one
 // of the benchmarks in it, once.
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <numeric>
 #include <thread>
 #include <vector>
 
@@ -34,6 +35,8 @@ class Samples {
       const auto index = static_cast<std::size_t>(share * static_cast<double>(ticks_.size() - 1));
       return std::chrono::duration<double, std::nano>(ticks_[index]).count();
     };
+    const auto sum = std::accumulate(ticks_.begin(), ticks_.end(), Clock::duration{});
+    state.counters["mean"] = std::chrono::duration<double, std::nano>(sum).count() / static_cast<double>(ticks_.size());
     state.counters["p50"] = at(0.5);
     state.counters["p99"] = at(0.99);
     state.counters["p999"] = at(0.999);
