@@ -27,7 +27,7 @@ namespace bench {
 
 // A resource's allocate and deallocate on one stream.
 struct RmmApi {
-  mutable rmm::device_async_resource_ref resource;
+  mutable rmm::device_async_resource_ref resource;  // a reference, whose calls are not const
   cudaStream_t stream;
 
   bool allocate(void*& block, std::size_t bytes) const {

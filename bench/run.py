@@ -10,8 +10,8 @@
     --only PROGRAM,...                     these programs; what OUT_DIR has of the others stays
 
 OUT_DIR gets Google Benchmark's JSON for every program and allocator (PROGRAM.API.ALLOCATOR.json), machine.json
-and summary.json: medians of the repetitions, ratios within this run, goals. The commit is the checkout's, or
-CUSHION_COMMIT where there is no git. Exit code: 0, 1 if a program failed or ran out of time, 77 without a GPU. A missed
+and summary.json: medians of the repetitions, bytes held, goals. The commit is CUSHION_COMMIT, or the checkout's
+where there is git. Exit code: 0, 1 if a program failed or ran out of time, 77 without a GPU. A missed
 goal is printed, not an error: machines differ. Programs linked with RMM are left out where they were not built.
 """
 
@@ -83,8 +83,8 @@ class Program:
     select: dict = dataclasses.field(default_factory=dict)  # allocator → regular expression of benchmark names
     settings: dict = dataclasses.field(default_factory=dict)  # Cushion's, where they are not the allocator's
     once: tuple = ()  # allocators for which one repetition must do
-    held: str = ""  # benchmarks that count bytes held: beside those selected, and under Cushion each in a process of
-    #                 its own, whose report says them
+    held: str = ""  # benchmarks that count bytes held, run beside those selected; each in a process of its own, because
+    #                 what a process holds it keeps, and under Cushion its report says how much
 
     def label(self, allocator):
         return f"{self.name}.{self.api}.{allocator}"
@@ -121,10 +121,10 @@ def plan(scale):
         Program("latency", "malloc", REAL, once=REAL, select=dict.fromkeys(("pool", "pool_deferred"), "Growing")),
         Program("latency", "async", ("native", "pool"), once=REAL, select={"pool": "Growing"}),
         Program("random_allocations", "malloc", ("pool", "pool_deferred", "native"), random_malloc, once=("native",)),
+        Program("multi_stream_allocations", "malloc", REAL, streams, reserved),
     ]
     if not goals:
-        programs += [Program("driver_pairs", select=dict.fromkeys(ALL, "Pair|Random|Threads")),
-                     Program("multi_stream_allocations", "malloc", REAL, streams, reserved)]
+        programs.append(Program("driver_pairs", select=dict.fromkeys(ALL, "Pair|Random|Threads")))
     return programs
 
 
@@ -138,7 +138,8 @@ class Bench:
     def __init__(self, build, out, scale):
         self.build, self.out, self.scale = build, out, scale
         self.emulator = scale == "emulator"
-        self.budget = {"goals": 270, "full": 540, "complete": 3600, "emulator": 120}[scale]
+        self.budget = {"goals": 300, "full": 540, "complete": 3600, "emulator": 120}[scale]
+        self.limit = self.budget / 4  # for one process: a slow one must not cost all the others their turn
         self.seconds = {"goals": 0.02, "full": 0.1, "complete": 0.2, "emulator": 0.02}[scale]
         self.deadline = time.monotonic() + self.budget
 
@@ -181,7 +182,8 @@ class Bench:
             if result.returncode == 77:
                 raise Skip(result.stderr.strip())
             if result.returncode != 0 or not path.exists():
-                return f"no report, exit code {result.returncode}: {result.stderr.strip()[:300]}"
+                said = [line for line in result.stderr.splitlines() if line.startswith("cushion")]
+                return f"no report, exit code {result.returncode}: {' '.join(said) or result.stderr.strip()[-300:]}"
             report = json.loads(path.read_text())
         for name, value in wanted.items():
             if report["options"][name.removeprefix("CUSHION_")] != value:
@@ -199,13 +201,14 @@ class Bench:
 
     def processes(self, program, allocator):
         """What to run of a program: (regular expression of benchmark names, repetitions, whether for bytes held)."""
-        if not program.held or allocator in program.select:
+        timed = not program.held or allocator in program.select
+        if timed:
             yield program.select.get(allocator), 1 if allocator in program.once else 3, False
-        if program.held and ALLOCATORS[allocator].settings:
+        if program.held and ALLOCATORS[allocator].suffix:  # RMM's resources are made for each benchmark
+            yield program.held, 1, True
+        elif program.held and (ALLOCATORS[allocator].settings or not timed):
             for name in self.names(program, allocator):
                 yield f"^{name}$", 1, True
-        elif program.held and allocator not in program.select:
-            yield program.held, 1, False
 
     def measure(self, program, allocator):
         """Runs one program under one allocator and writes its JSON; a message if that failed."""
@@ -217,15 +220,15 @@ class Bench:
                          f"--benchmark_out={out}", "--benchmark_out_format=json"]
                 try:
                     result = self.execute(program, allocator, selection, flags, report if counts_held else None,
-                                          max(self.deadline - time.monotonic(), 0.1))
+                                          min(max(self.deadline - time.monotonic(), 0.1), self.limit))
                 except subprocess.TimeoutExpired:
-                    return f"cut off, the {self.budget} s of this run are used up"
+                    return f"cut off: it may run {self.limit:.0f} s, and the whole run {self.budget} s"
                 if result.returncode == 77:
                     raise Skip(result.stderr.strip())
                 if result.returncode != 0:
                     return f"exit code {result.returncode}: {result.stderr.strip()[-500:]}"
                 results = json.loads(out.read_text())
-                if counts_held:
+                if counts_held and ALLOCATORS[allocator].settings:
                     held = sum(device[kind]["peak"] for device in json.loads(report.read_text())["devices"]
                                for kind in ("held", "forwarded"))
                     for entry in results["benchmarks"]:
@@ -245,7 +248,7 @@ class Bench:
             for allocator in program.allocators:
                 label = program.label(allocator)
                 if self.deadline - time.monotonic() < 1:
-                    failures.append(f"{label}: not run, the {self.budget} s of this run are used up")
+                    failures.append(f"{label}: not run, the {self.budget} s of the whole run are used up")
                     continue
                 if ALLOCATORS[allocator].suffix and not self.binary(program, allocator).exists():
                     continue
@@ -276,7 +279,7 @@ def describe_machine(build, emulator):
         gpu, driver, memory = devices.splitlines()[0].split(", ") if devices else (None, None, None)
     nvcc = os.path.join(cache.get("CUDAToolkit_BIN_DIR", ""), "nvcc")
     release = re.search(r"release ([\d.]+)", output_of(nvcc, "--version"))
-    commit = output_of("git", "-C", str(HERE), "rev-parse", "HEAD") or os.environ.get("CUSHION_COMMIT")
+    commit = os.environ.get("CUSHION_COMMIT") or output_of("git", "-C", str(HERE), "rev-parse", "HEAD")
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": commit[:12] if commit else None,
