@@ -4,15 +4,15 @@
     run.py BUILD_DIR OUT_DIR               the whole table, in about 8 minutes
     run.py BUILD_DIR OUT_DIR --goals       what the goals are judged on, in about 4 minutes
     run.py BUILD_DIR OUT_DIR --complete    cells of native CUDA and RMM too that take minutes each
-    run.py BUILD_DIR OUT_DIR --emulator    without a GPU: the driver-API program over the emulated driver. CPU time, which
-                                           says what Cushion costs and nothing about a GPU, and bytes held
+    run.py BUILD_DIR OUT_DIR --emulator    without a GPU: the driver-API program over the emulated driver. Bytes held,
+                                           and CPU time, which says what Cushion costs and nothing about a GPU
 
     --only PROGRAM,...                     these programs; what OUT_DIR has of the others stays
 
 OUT_DIR gets Google Benchmark's JSON for every program and allocator (PROGRAM.API.ALLOCATOR.json), machine.json
-and summary.json: medians of the repetitions, bytes held, goals. The commit is CUSHION_COMMIT, or the checkout's
-where there is git. Exit code: 0, 1 if a program failed or ran out of time, 77 without a GPU. A missed
-goal is printed, not an error: machines differ. Programs linked with RMM are left out where they were not built.
+and summary.json: medians of the repetitions, bytes held, goals. The commit is CUSHION_COMMIT, or the checkout's where
+there is git. Exit code: 0, 1 if a program failed or ran out of time, 77 without a GPU. A missed goal is printed, not an
+error: machines differ. Programs linked with RMM are left out where they were not built.
 """
 
 import argparse

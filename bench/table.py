@@ -21,6 +21,7 @@ import sys
 
 NANOSECONDS = {"ns": 1, "us": 1e3, "ms": 1e6, "s": 1e9}
 COUNTERS = ("live", "ideal", "held", "mean", "p50", "p99", "p999", "max")  # of fragmentation.cu and latency.cu
+PEERS = ("native", "rmm_pool", "rmm_arena", "rmm_binning", "rmm_cuda_async")  # of stream-ordered allocation
 RANDOM = "BM_RandomAllocations/"
 
 
@@ -81,10 +82,9 @@ def mean(ratios):
     return math.exp(sum(map(math.log, known)) / len(known)) if known else None
 
 
-def grid(head, lines):
-    lines = [head, ["---"] + ["---:"] * (len(head) - 1)] + lines
-    return "\n".join("| " + " | ".join(cells) + " |" if "---" not in cells[0] else "|" + "|".join(cells) + "|"
-                     for cells in lines)
+def grid(head, rows):
+    head_line, *lines = ["| " + " | ".join(cells) + " |" for cells in [head, *rows]]
+    return "\n".join([head_line, "|---" + "|---:" * (len(head) - 1) + "|", *lines])
 
 
 class Results:
@@ -92,7 +92,7 @@ class Results:
 
     def __init__(self, summary):
         self.titles = {name: allocator["title"] for name, allocator in summary["allocators"].items()}
-        self.columns = {int(column): name for column, name in summary.get("columns", {}).items()}
+        self.columns = {int(column): name for column, name in summary["columns"].items()}
         self.rows = summary["rows"]
         self.ns = {(row["program"], row["api"], row["benchmark"], allocator): ns
                    for row in self.rows for allocator, ns in row["ns"].items()}
@@ -102,16 +102,16 @@ class Results:
     def of(self, program, api=None):
         return [row for row in self.rows if row["program"].startswith(program) and api in (None, row["api"])]
 
-    def random(self, api):
-        return [row for row in self.of("random_allocations", api) if row["benchmark"].startswith(RANDOM)]
+    def lead(self, row):
+        """The best peer's time ÷ Cushion's with the setting of the column, of a row of the random table by stream.
 
-    def cell(self, row):
-        """A row of the random table as (Cushion's time with the setting of its column, the best peer's)."""
-        peers = [ns for name, ns in row["ns"].items() if name in PEERS]
-        return row["ns"].get(self.columns[int(row["benchmark"].split("/")[-1])]), min(peers, default=None)
-
-
-PEERS = ("native", "rmm_pool", "rmm_arena", "rmm_binning", "rmm_cuda_async")  # of stream-ordered allocation
+        Native CUDA alone is no peer: without RMM's figures there is no lead.
+        """
+        times = row["ns"]
+        peers = [times[name] for name in PEERS if name in times]
+        column = int(row["benchmark"].split("/")[-1])
+        has_rmm = any(name.startswith("rmm_") for name in times)
+        return quotient(min(peers), times.get(self.columns[column])) if has_rmm else None
 
 
 def speed_table(results, rows, with_program=False, with_mean=False):
@@ -135,7 +135,7 @@ def speed_table(results, rows, with_program=False, with_mean=False):
 def random_malloc_table(results):
     """cudaMalloc and cudaFree, beside RMM's pool, which is stream-ordered only."""
     rows = []
-    for row in results.random("malloc"):
+    for row in results.of("random_allocations", "malloc"):
         pool = results.ns.get(("random_allocations", "async", row["benchmark"], "rmm_pool"))
         rows.append(row | {"ns": row["ns"] | ({"rmm_pool": pool} if pool else {})})
     return rows and speed_table(results, rows, with_mean=True)
@@ -143,22 +143,18 @@ def random_malloc_table(results):
 
 def random_async_table(results):
     """Stream-ordered calls under every allocator, and the best peer against Cushion with the setting of the column."""
-    rows = results.random("async")
+    rows = results.of("random_allocations", "async")
     present = [a for a in results.titles if any(a in row["ns"] for row in rows)]
-    lines, ratios = [], []
-    for row in rows:
-        own, best = results.cell(row)
-        ratios.append(quotient(best, own))
-        lines.append([f"`{row['benchmark']}`"] + [show_time(row["ns"].get(a)) for a in present]
-                     + [show_ratio(ratios[-1])])
-    lines.append(["geometric mean"] + [""] * len(present) + [show_ratio(mean(ratios))])
+    lines = [[f"`{row['benchmark']}`"] + [show_time(row["ns"].get(a)) for a in present]
+             + [show_ratio(results.lead(row))] for row in rows]
+    lines.append(["geometric mean"] + [""] * len(present) + [show_ratio(mean(map(results.lead, rows)))])
     return rows and grid(["benchmark"] + [results.titles[a] for a in present] + ["best peer ÷ Cushion"], lines)
 
 
 def tracking_table(results):
     """What tracking costs on the random table, Cushion's and RMM's."""
     pairs = (("pool", "pool_track"), ("rmm_pool", "rmm_pool_track"))
-    rows = [row for row in results.random("async") if any(on in row["ns"] for _, on in pairs)]
+    rows = [row for row in results.of("random_allocations", "async") if any(on in row["ns"] for _, on in pairs)]
     columns = [[quotient(row["ns"].get(on), row["ns"].get(off)) for row in rows] for off, on in pairs]
     lines = [[f"`{row['benchmark']}`"] + [show_time(row["ns"].get(a)) for pair in pairs for a in pair]
              + [show_fine(column[i]) for column in columns] for i, row in enumerate(rows)]
@@ -175,9 +171,11 @@ def held_table(results):
     for row in rows:
         trace = next(iter(row["counters"].values()))
         held = [row["counters"].get(a, {}).get("held") for a in present]
-        lines.append([f"`{row['benchmark']}`", f"{trace['live'] / 2**20:.0f} MiB", show_fine(trace["ideal"] / trace["live"])]
+        lines.append([f"`{row['benchmark']}`", f"{trace['live'] / 2**20:.0f} MiB",
+                      show_fine(trace["ideal"] / trace["live"])]
                      + [show_fine(quotient(bytes_held, trace["live"])) for bytes_held in held])
-    return rows and grid(["held ÷ live, at peak", "live", "ideal best fit"] + [results.titles[a] for a in present], lines)
+    head = ["held ÷ live, at peak", "live", "ideal best fit"]
+    return rows and grid(head + [results.titles[a] for a in present], lines)
 
 
 def latency_table(results):
@@ -192,8 +190,9 @@ def settings_table(results, summary):
     used = {a for row in results.rows for a in row["ns"]}
     lines = [[allocator["title"], allocator["settings"]] for name, allocator in summary["allocators"].items()
              if name in used and allocator["settings"]]
-    lines += [[f"random table, column of {column} MiB", results.titles[name]] for column, name in results.columns.items()]
-    return grid(["column", "settings"], lines).replace("---:", "---")
+    lines += [[f"random table, column of {column} MiB", results.titles[name]]
+              for column, name in results.columns.items()]
+    return grid(["column", "settings"], lines)
 
 
 def machine_line(machine):
@@ -226,11 +225,11 @@ def goals(summary):
 
 def random_goals(results):
     hardest = f"{RANDOM}100000/1"
-    row = next((row["ns"] for row in results.random("async") if row["benchmark"] == hardest), {})
-    best = min((ns for name, ns in row.items() if name.startswith("rmm_") and name in PEERS), default=None)
-    cells = [ratio for row in results.random("async") if (ratio := quotient(*reversed(results.cell(row)))) is not None]
-    malloc = results.random("malloc")
-    tracking = [ratio for row in results.random("async")
+    malloc, stream = (results.of("random_allocations", api) for api in ("malloc", "async"))
+    row = next((row["ns"] for row in stream if row["benchmark"] == hardest), {})
+    best = min((row[name] for name in PEERS if name in row and name != "native"), default=None)
+    leads = [lead for row in stream if (lead := results.lead(row)) is not None]
+    tracking = [ratio for row in stream
                 if (ratio := quotient(row["ns"].get("pool_track"), row["ns"].get("pool"))) is not None]
 
     def speedups(allocator):
@@ -244,9 +243,9 @@ def random_goals(results):
         (f"`{hardest}` by stream, RMM's pool ÷ Cushion's", quotient(row.get("rmm_pool"), row.get("pool")), "≥", 500,
          show_ratio),
         (f"`{hardest}` by stream, RMM's best ÷ Cushion's pool", quotient(best, row.get("pool")), "≥", 4, show_ratio),
-        (f"random table by stream, best peer ÷ Cushion, the worst of {len(cells)} cells", min(cells, default=None), "≥",
-         1, show_ratio),
-        (f"the same, geometric mean of {len(cells)} cells", mean(cells), "≥", 5, show_ratio),
+        (f"random table by stream, best peer ÷ Cushion, the worst of {len(leads)} cells", min(leads, default=None),
+         "≥", 1, show_ratio),
+        (f"the same, geometric mean of {len(leads)} cells", mean(leads), "≥", 5, show_ratio),
         ("random table by malloc, native ÷ `sync`, geometric mean", speedups("pool"), "≥", 100, show_ratio),
         ("random table by malloc, native ÷ `deferred`, geometric mean", speedups("pool_deferred"), "≥", 100,
          show_ratio),
@@ -268,7 +267,8 @@ def pair_goals(results):
 
     return [
         ("malloc pair of 1 MiB, static runtime, native ÷ `sync`",
-         quotient(pair("static", "MallocFree", "native"), pair("static", "MallocFree", "pool")), None, None, show_ratio),
+         quotient(pair("static", "MallocFree", "native"), pair("static", "MallocFree", "pool")), None, None,
+         show_ratio),
         ("malloc pair of 1 MiB, static runtime, `sync`", pair("static", "MallocFree", "pool"), "≤", 700, show_time),
         ("malloc pair of 1 MiB, static runtime, `deferred` ÷ null hook",
          quotient(pair("static", "MallocFree", "pool_deferred"), pair("static", "MallocFree", "null")), "≤", 2.0,
@@ -290,8 +290,8 @@ def stream_goals(results):
     judged = []
     for allocator in ("pool", "arena", "binning"):
         cold = streams(allocator, 0)
-        judged += [(f"4 kernels on 4 streams, {allocator}, cold ÷ warm", quotient(cold, streams(allocator, 1)), "≤", 1.05,
-                    show_fine),
+        judged += [(f"4 kernels on 4 streams, {allocator}, cold ÷ warm", quotient(cold, streams(allocator, 1)), "≤",
+                    1.05, show_fine),
                    (f"4 kernels on 4 streams, {allocator}, cold ÷ best peer's warm", quotient(cold, best), "≤", 1.05,
                     show_fine)]
     return judged
@@ -314,8 +314,8 @@ def latency_goals(results):
         counters = results.counters.get(("latency", api, "BM_PairWhileGrowing/65536", allocator), {})
         return quotient(counters.get("p999"), native)
 
-    return [(f"p99.9 of a pair while another thread grows the pool ÷ one native cudaMalloc, {what}", slowest(api, allocator),
-             "≤", 1, show_ratio)
+    return [(f"p99.9 of a pair while another thread grows the pool ÷ one native cudaMalloc, {what}",
+             slowest(api, allocator), "≤", 1, show_ratio)
             for what, api, allocator in (("by stream", "async", "pool"), ("malloc, `sync`", "malloc", "pool"),
                                          ("malloc, `deferred`", "malloc", "pool_deferred"))]
 

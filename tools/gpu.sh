@@ -53,7 +53,7 @@ describe_machine() {
 }
 
 describe_machine | tee "$out/machine.json"
-step build 180 sh -c 'cmake --preset release && cmake --build --preset release --parallel "$(nproc)" -- -k 0'
+step build 180 sh -c "cmake --preset release && cmake --build --preset release --parallel $(nproc) -- -k 0"
 step contract 120 tests/contract/run.sh "$build"
 step tests 170 ctest --preset release --parallel 4 --output-junit "$out/tests.xml"
 # shellcheck disable=SC2086  # no scale is no argument
