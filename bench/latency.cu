@@ -136,7 +136,7 @@ void one_allocation(benchmark::State& state, const Resource& resource, std::size
 }  // namespace
 
 int main(int argc, char** argv) {
-  const bench::Allocator allocator{argc, argv};
+  const bench::Allocator allocator{argc, argv, false};
   bench::require_device();
   const auto add = [&](const char* name, auto workload) {
     constexpr std::size_t bytes = 64 * bench::KiB;

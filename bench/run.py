@@ -105,6 +105,7 @@ def plan(scale):
         random_malloc = {"native": "/native/(1000/|10000/(1|4|64)$|100000/(1|4|64)$)"}
         random_async["rmm_pool_track"] = "/(10000?/|100000/(64|256|1024|4096)$)"
     streams = dict.fromkeys(ALLOCATORS, "/(1/1|4/4)/[01]/") if goals else {}
+    own = tuple(dict.fromkeys((*COLUMNS.values(), *(() if goals else ("arena", "binning")))))
     reserved = {"CUSHION_INITIAL_SIZE": "256MiB"}  # a cold start is about order, not about the driver's allocations
     programs = [
         Program("pair_static", select={"null": "Pair/"}),
@@ -115,13 +116,13 @@ def plan(scale):
                 random_async, once=("native", "rmm_pool_track") + rmm_all),
         Program("threads", allocators=REAL),
         Program("multi_stream_allocations", "async", BESIDE, streams, reserved),
-        Program("fragmentation", "async",
-                tuple(dict.fromkeys(COLUMNS.values())) + ("rmm_binning", "native", "rmm_pool"),
-                held="BM_Fragmentation"),
-        Program("latency", "malloc", REAL, once=REAL, select=dict.fromkeys(("pool", "pool_deferred"), "Growing")),
-        Program("latency", "async", ("native", "pool"), once=REAL, select={"pool": "Growing"}),
+        Program("fragmentation", "async", own, held="BM_Fragmentation"),
+        Program("latency", "malloc", REAL, dict.fromkeys(REAL[1:], "Growing"), once=REAL),
+        Program("latency", "async", ("native", "pool", "rmm_pool"), dict.fromkeys(("pool", "rmm_pool"), "Growing"),
+                once=("native", "pool", "rmm_pool")),
         Program("random_allocations", "malloc", ("pool", "pool_deferred", "native"), random_malloc, once=("native",)),
         Program("multi_stream_allocations", "malloc", REAL, streams, reserved),
+        Program("fragmentation", "async", ("rmm_binning", "native", "rmm_pool"), held="BM_Fragmentation"),
     ]
     if not goals:
         programs.append(Program("driver_pairs", select=dict.fromkeys(ALL, "Pair|Random|Threads")))
@@ -204,31 +205,33 @@ class Bench:
         timed = not program.held or allocator in program.select
         if timed:
             yield program.select.get(allocator), 1 if allocator in program.once else 3, False
-        if program.held and ALLOCATORS[allocator].suffix:  # RMM's resources are made for each benchmark
-            yield program.held, 1, True
-        elif program.held and (ALLOCATORS[allocator].settings or not timed):
+        if program.held and (ALLOCATORS[allocator].settings or not timed):
             for name in self.names(program, allocator):
                 yield f"^{name}$", 1, True
 
     def measure(self, program, allocator):
-        """Runs one program under one allocator and writes its JSON; a message if that failed."""
-        merged = None
+        """Runs one program under one allocator and writes its JSON; returns what failed, the rest is written."""
+        merged, failures = None, []
         with tempfile.TemporaryDirectory() as folder:
             out, report = pathlib.Path(folder) / "out.json", pathlib.Path(folder) / "report.json"
             for selection, repetitions, counts_held in self.processes(program, allocator):
                 flags = [f"--benchmark_min_time={self.seconds}", f"--benchmark_repetitions={repetitions}",
                          f"--benchmark_out={out}", "--benchmark_out_format=json"]
+                reports = counts_held and bool(ALLOCATORS[allocator].settings)
+                what = f"{selection}: " if counts_held else ""
                 try:
-                    result = self.execute(program, allocator, selection, flags, report if counts_held else None,
+                    result = self.execute(program, allocator, selection, flags, report if reports else None,
                                           min(max(self.deadline - time.monotonic(), 0.1), self.limit))
                 except subprocess.TimeoutExpired:
-                    return f"cut off: it may run {self.limit:.0f} s, and the whole run {self.budget} s"
+                    failures.append(f"{what}cut off: it may run {self.limit:.0f} s, and the whole run {self.budget} s")
+                    continue
                 if result.returncode == 77:
                     raise Skip(result.stderr.strip())
                 if result.returncode != 0:
-                    return f"exit code {result.returncode}: {result.stderr.strip()[-500:]}"
+                    failures.append(f"{what}exit code {result.returncode}: {result.stderr.strip()[-500:]}")
+                    continue
                 results = json.loads(out.read_text())
-                if counts_held and ALLOCATORS[allocator].settings:
+                if reports:
                     held = sum(device[kind]["peak"] for device in json.loads(report.read_text())["devices"]
                                for kind in ("held", "forwarded"))
                     for entry in results["benchmarks"]:
@@ -237,9 +240,12 @@ class Bench:
                 if merged is not None:
                     results["benchmarks"] = merged["benchmarks"] + results["benchmarks"]
                 merged = results
-        merged["context"]["executable"] = os.path.relpath(self.binary(program, allocator), HERE.parent)
-        (self.out / f"{program.label(allocator)}.json").write_text(json.dumps(merged, indent=1) + "\n")
-        return None
+        if merged is None and not failures:
+            failures.append("it ran no benchmark")
+        if merged is not None:
+            merged["context"]["executable"] = os.path.relpath(self.binary(program, allocator), HERE.parent)
+            (self.out / f"{program.label(allocator)}.json").write_text(json.dumps(merged, indent=1) + "\n")
+        return failures
 
     def run(self, programs):
         """Runs the programs; returns what failed."""
@@ -253,9 +259,10 @@ class Bench:
                 if ALLOCATORS[allocator].suffix and not self.binary(program, allocator).exists():
                     continue
                 begin = time.monotonic()
-                if reason := self.refusal(allocator) or self.measure(program, allocator):
-                    failures.append(f"{label}: {reason}")
-                print(f"{label:45} {time.monotonic() - begin:6.1f} s{'  FAILED' * bool(reason)}", file=sys.stderr,
+                reason = self.refusal(allocator)
+                failed = [reason] if reason else self.measure(program, allocator)
+                failures += [f"{label}: {reason}" for reason in failed]
+                print(f"{label:45} {time.monotonic() - begin:6.1f} s{'  FAILED' * bool(failed)}", file=sys.stderr,
                       flush=True)
         return failures
 
