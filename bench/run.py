@@ -99,11 +99,11 @@ def plan(scale):
     random_async = {}
     random_malloc = {}
     if scale != "complete":  # without the cells that take more than 15 s each
-        random_malloc = {"native": "/native/(10000?/|100000/(1|4|64)$)"}
-        random_async = {"rmm_arena": "/(10000?/|100000/(64|256|1024|4096)$)"}
+        random_malloc = {"native": "/native/(10000?/|100000/(1|4|64)/)"}
+        random_async = {"rmm_arena": "/(10000?/|100000/(64|256|1024|4096)/)"}
     if goals:
-        random_malloc = {"native": "/native/(1000/|10000/(1|4|64)$|100000/(1|4|64)$)"}
-        random_async["rmm_pool_track"] = "/(10000?/|100000/(64|256|1024|4096)$)"
+        random_malloc = {"native": "/native/(1000/|10000/(1|4|64)/|100000/(1|4|64)/)"}
+        random_async["rmm_pool_track"] = "/(10000?/|100000/(64|256|1024|4096)/)"
     streams = dict.fromkeys(ALLOCATORS, "/(1/1|4/4)/[01]/") if goals else {}
     own = tuple(dict.fromkeys((*COLUMNS.values(), *(() if goals else ("arena", "binning")))))
     reserved = {"CUSHION_INITIAL_SIZE": "256MiB"}  # a cold start is about order, not about the driver's allocations
