@@ -1,7 +1,4 @@
 // The two allocation APIs of the CUDA runtime as workloads see them, and what every runtime program needs.
-//
-// These are ordinary CUDA programs: which allocator serves them is whatever is preloaded, and only the label in
-// the benchmarks' names (--allocator=NAME) says which.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -46,7 +43,7 @@ class Stream {
 // cudaMalloc and cudaFree.
 struct MallocApi {
   bool allocate(void*& block, std::size_t bytes) const { return cudaMalloc(&block, bytes) == cudaSuccess; }
-  bool free(void* block) const { return cudaFree(block) == cudaSuccess; }
+  bool free(void* block, std::size_t) const { return cudaFree(block) == cudaSuccess; }
 };
 
 // cudaMallocAsync and cudaFreeAsync on one stream.
@@ -54,15 +51,7 @@ struct AsyncApi {
   cudaStream_t stream;
 
   bool allocate(void*& block, std::size_t bytes) const { return cudaMallocAsync(&block, bytes, stream) == cudaSuccess; }
-  bool free(void* block) const { return cudaFreeAsync(block, stream) == cudaSuccess; }
+  bool free(void* block, std::size_t) const { return cudaFreeAsync(block, stream) == cudaSuccess; }
 };
-
-// Whether --api asks for the stream-ordered API; `malloc` is the other word, and the default.
-inline bool take_async(int& argc, char** argv) {
-  const std::string api = take_flag(argc, argv, "api", "malloc");
-  if (api == "malloc" || api == "async") return api == "async";
-  std::fprintf(stderr, "--api=%s: must be malloc or async\n", api.c_str());
-  std::exit(2);
-}
 
 }  // namespace bench

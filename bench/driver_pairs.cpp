@@ -1,11 +1,11 @@
-// driver_pairs: the loops of pair, random_allocations and threads over the driver API.
+// driver_pairs: the loops of pair, random_allocations, threads and fragmentation over the driver API.
 //
 // It links no CUDA library and finds the driver as the runtime does: dlopen, dlsym of cuGetProcAddress, then
 // everything through that. It therefore also runs over the emulated driver, where a call to the driver costs
 // next to nothing like a real one: there only the time of a preload that does *not* call the driver means something.
 //
 //   BM_MallocFreePair, BM_MallocFreeAsyncPair, BM_RandomAllocations, BM_RandomAllocationsAsync,
-//   BM_ThreadsMalloc, BM_ThreadsAsync
+//   BM_ThreadsMalloc, BM_ThreadsAsync, BM_Fragmentation, BM_FragmentationAsync
 
 #include <cuda.h>
 #include <dlfcn.h>
@@ -96,7 +96,7 @@ struct MallocApi {
     block = to_pointer(address);
     return result == CUDA_SUCCESS;
   }
-  bool free(void* block) const { return driver->mem_free(to_device(block)) == CUDA_SUCCESS; }
+  bool free(void* block, std::size_t) const { return driver->mem_free(to_device(block)) == CUDA_SUCCESS; }
 };
 
 // cuMemAllocAsync and cuMemFreeAsync on a stream of its own.
@@ -118,7 +118,7 @@ struct AsyncApi {
     block = to_pointer(address);
     return result == CUDA_SUCCESS;
   }
-  bool free(void* block) const { return driver->mem_free_async(to_device(block), stream) == CUDA_SUCCESS; }
+  bool free(void* block, std::size_t) const { return driver->mem_free_async(to_device(block), stream) == CUDA_SUCCESS; }
 };
 
 template <bench::Api A>
@@ -133,7 +133,7 @@ void add_benchmarks(const Driver& driver, const std::string& allocator, const st
   for (const std::size_t count : {std::size_t{1000}, std::size_t{10000}}) {
     add("BM_RandomAllocations" + api + "/" + allocator + "/" + std::to_string(count) + "/1",
         [&driver, count](benchmark::State& state) {
-          bench::random_allocations(state, A{driver}, bench::Trace{count, bench::MiB, 512 * bench::MiB});
+          bench::random_allocations(state, A{driver}, bench::uniform_trace(count, bench::MiB, 512 * bench::MiB));
         })
         ->Unit(benchmark::kMillisecond);
   }
@@ -141,6 +141,11 @@ void add_benchmarks(const Driver& driver, const std::string& allocator, const st
   add("BM_Threads" + (api.empty() ? "Malloc" : api) + "/" + allocator + "/" + std::to_string(bytes),
       [&driver](benchmark::State& state) { bench::pair(state, A{driver}, bytes); })
       ->ThreadRange(1, 16);
+  for (const bench::Mix& mix : bench::mixes) {
+    add("BM_Fragmentation" + api + "/" + allocator + "/" + mix.name, [&driver, &mix](benchmark::State& state) {
+      bench::fragmentation(state, A{driver}, mix.trace(), [] { return std::optional<std::size_t>{}; });
+    })->Iterations(1);
+  }
 }
 
 }  // namespace

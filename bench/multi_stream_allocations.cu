@@ -6,17 +6,17 @@
 // `streams`, and waits for the device. The kernels overlap if reuse of freed blocks adds no wait: 4 on 4 streams
 // then take as long as 1.
 //   prewarm 1: every stream has allocated and freed before.
-//   prewarm 0: the device is reset before every iteration and no stream has allocated yet; one
-//              cudaMalloc/cudaFree pair has let an allocator reserve what it reserves.
+//   prewarm 0: the process starts anew with new streams: memory is reserved, if the allocator reserves any, and no
+//              stream has allocated yet.
+// Everything else is warm in both: the context, the module, the clocks, the streams.
 //
-// --api=async (cudaMallocAsync, cudaFreeAsync) or --api=malloc, the default, with which cudaFree itself waits.
 // --profile runs every selected benchmark once, for a profiler.
 
 #include <chrono>
 #include <memory>
 #include <vector>
 
-#include "cuda_api.h"
+#include "allocator.h"
 
 namespace {
 
@@ -31,52 +31,41 @@ __global__ void compute(long long* out, long long cycles) {
 
 using Streams = std::vector<std::unique_ptr<bench::Stream>>;
 
-bool allocate_and_launch(cudaStream_t stream, bool async) {
-  const auto once = [&](const auto& api) {
-    void* block = nullptr;
-    if (!api.allocate(block, sizeof(long long))) return false;
-    compute<<<1, 1, 0, stream>>>(static_cast<long long*>(block), kernel_cycles);
-    return api.free(block);
-  };
-  return async ? once(bench::AsyncApi{stream}) : once(bench::MallocApi{});
+template <bench::Api A>
+bool allocate_and_launch(const A& api, cudaStream_t stream) {
+  void* block = nullptr;
+  if (!api.allocate(block, sizeof(long long))) return false;
+  compute<<<1, 1, 0, stream>>>(static_cast<long long*>(block), kernel_cycles);
+  return api.free(block, sizeof(long long));
 }
 
+// Streams that have run a kernel and never allocated.
 Streams make_streams(int count) {
+  compute<<<1, 1>>>(nullptr, 20 * kernel_cycles);
   Streams streams(static_cast<std::size_t>(count));
-  for (auto& stream : streams) stream = std::make_unique<bench::Stream>();
+  for (auto& stream : streams) {
+    stream = std::make_unique<bench::Stream>();
+    compute<<<1, 1, 0, *stream>>>(nullptr, 1);
+  }
+  bench::check(cudaDeviceSynchronize(), "the first kernels");
   return streams;
 }
 
-// Everything but the allocator's state: the context, the module, and the device's clocks.
-void warm_device() {
-  compute<<<1, 1>>>(nullptr, 20 * kernel_cycles);
-  bench::check(cudaDeviceSynchronize(), "the first kernel");
-}
-
-void multi_stream(benchmark::State& state, bool async, int stream_count, int kernels, bool prewarm) {
-  warm_device();
-  Streams streams = make_streams(stream_count);
+template <typename Resource>
+void multi_stream(benchmark::State& state, const Resource& resource, int stream_count, int kernels, bool prewarm) {
+  const Streams streams = make_streams(stream_count);
   if (prewarm) {
     for (const auto& stream : streams) {
-      if (!allocate_and_launch(*stream, async)) return state.SkipWithError("prewarming failed");
+      if (!allocate_and_launch(resource.on(*stream), *stream)) return state.SkipWithError("prewarming failed");
     }
     bench::check(cudaDeviceSynchronize(), "prewarming");
   }
   for (auto _ : state) {
-    if (!prewarm) {
-      streams.clear();
-      bench::check(cudaDeviceReset(), "cudaDeviceReset");
-      void* block = nullptr;
-      if (!bench::MallocApi{}.allocate(block, 1) || !bench::MallocApi{}.free(block)) {
-        return state.SkipWithError("the first pair failed");
-      }
-      streams = make_streams(stream_count);
-      warm_device();
-    }
     const auto begin = std::chrono::steady_clock::now();
     bool ok = true;
     for (int i = 0; i < kernels; ++i) {
-      ok = allocate_and_launch(*streams[static_cast<std::size_t>(i % stream_count)], async) && ok;
+      const bench::Stream& stream = *streams[static_cast<std::size_t>(i % stream_count)];
+      ok = allocate_and_launch(resource.on(stream), stream) && ok;
     }
     ok = cudaDeviceSynchronize() == cudaSuccess && ok;
     state.SetIterationTime(std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
@@ -87,17 +76,19 @@ void multi_stream(benchmark::State& state, bool async, int stream_count, int ker
 }  // namespace
 
 int main(int argc, char** argv) {
-  const std::string allocator = bench::take_flag(argc, argv, "allocator", "native");
-  const bool async = bench::take_async(argc, argv);
+  const bench::Allocator allocator{argc, argv};
   const bool profile = bench::take_flag(argc, argv, "profile", "no").empty();
   bench::require_device();
   for (const bool prewarm : {false, true}) {
     for (const int streams : {1, 2, 4}) {
       for (const int kernels : {1, 4}) {
-        const std::string name = "BM_MultiStreamAllocations/" + allocator + "/" + std::to_string(streams) + "/" +
+        const std::string name = "BM_MultiStreamAllocations/" + allocator.name() + "/" + std::to_string(streams) + "/" +
                                  std::to_string(kernels) + "/" + std::to_string(prewarm);
-        auto* registered = benchmark::RegisterBenchmark(
-            name.c_str(), [=](benchmark::State& state) { multi_stream(state, async, streams, kernels, prewarm); });
+        const auto workload = [=, &allocator](benchmark::State& state) {
+          if (!prewarm) allocator.start_anew();
+          allocator.use([&](const auto& resource) { multi_stream(state, resource, streams, kernels, prewarm); });
+        };
+        auto* registered = benchmark::RegisterBenchmark(name.c_str(), workload);
         registered->Unit(benchmark::kMicrosecond)->UseManualTime();
         if (profile || !prewarm) registered->Iterations(1);
       }

@@ -21,7 +21,7 @@ void malloc_kernel_free(benchmark::State& state, const A& api, cudaStream_t stre
     void* block = nullptr;
     if (!api.allocate(block, bytes)) return false;
     touch<<<1, 1, 0, stream>>>(static_cast<int*>(block));
-    return api.free(block) && cudaPeekAtLastError() == cudaSuccess;
+    return api.free(block, bytes) && cudaPeekAtLastError() == cudaSuccess;
   };
   if (!once()) return state.SkipWithError("the first allocation, kernel or free failed");
   for (auto _ : state) {

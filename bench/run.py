@@ -1,20 +1,24 @@
 #!/usr/bin/env python3
-"""Runs the benchmarks natively, under Cushion and under the null hook, in one go on one GPU.
+"""Runs the benchmarks natively, under Cushion, under the null hook and with RMM, in one go on one GPU.
 
-    run.py BUILD_DIR OUT_DIR               the table, in at most 6 minutes
-    run.py BUILD_DIR OUT_DIR --quick       fewer rows and shorter, in at most 90 seconds
-    run.py BUILD_DIR OUT_DIR --complete    native cells too that take minutes each
-    run.py BUILD_DIR OUT_DIR --emulator    without a GPU: the driver-API program over the emulated driver; CPU time,
-                                           which says what Cushion costs and nothing about a GPU
+    run.py BUILD_DIR OUT_DIR               the whole table, in about 8 minutes
+    run.py BUILD_DIR OUT_DIR --goals       what the goals are judged on, in about 4 minutes
+    run.py BUILD_DIR OUT_DIR --complete    cells of native CUDA and RMM too that take minutes each
+    run.py BUILD_DIR OUT_DIR --emulator    without a GPU: the driver-API program over the emulated driver. Bytes held,
+                                           and CPU time, which says what Cushion costs and nothing about a GPU
+
+    --only PROGRAM,...                     these programs; what OUT_DIR has of the others stays
 
 OUT_DIR gets Google Benchmark's JSON for every program and allocator (PROGRAM.API.ALLOCATOR.json), machine.json
-and summary.json: medians of the repetitions, and ratios within this run. Exit code: 0, 1 if a program failed or
-ran out of time, 77 without a GPU. A missed goal is printed, not an error: machines differ.
+and summary.json: medians of the repetitions, bytes held, goals. The commit is CUSHION_COMMIT, or the checkout's where
+there is git. Exit code: 0, 1 if a program failed or ran out of time, 77 without a GPU. A missed goal is printed, not an
+error: machines differ. Programs linked with RMM are left out where they were not built.
 """
 
 import argparse
 import dataclasses
 import datetime
+import functools
 import json
 import os
 import pathlib
@@ -28,9 +32,47 @@ import time
 sys.dont_write_bytecode = True  # a source tree stays clean
 import table  # noqa: E402
 
+HERE = pathlib.Path(__file__).resolve().parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Allocator:
+    """A column of the tables: how a program runs, so that this allocator serves it."""
+    title: str
+    preload: str = ""  # in the build folder
+    settings: dict = dataclasses.field(default_factory=dict)  # Cushion's
+    suffix: str = ""  # of the program's name
+
+
+def cushion(title, **settings):
+    return Allocator(title, "libcushion.so", {f"CUSHION_{name.upper()}": value for name, value in settings.items()})
+
+
+def rmm(title):
+    return Allocator(title, suffix="_rmm")  # the program knows the settings, its output says them
+
+
+ALLOCATORS = {  # in the order of the columns; the first is what the others are compared with
+    "native": Allocator("native"),
+    "pool": cushion("Cushion, `sync`", allocator="pool", free="sync"),
+    "pool_deferred": cushion("Cushion, `deferred`", allocator="pool", free="deferred"),
+    "pool_track": cushion("Cushion, tracking", allocator="pool", free="sync", track="on"),
+    "arena": cushion("Cushion, arena", allocator="arena", free="sync"),
+    "binning": cushion("Cushion, binning", allocator="binning", free="sync"),
+    "async": cushion("Cushion, driver's pool", allocator="async", free="sync"),
+    "null": Allocator("null hook", "bench/libnull_hook.so"),
+    "rmm_pool": rmm("RMM pool"),
+    "rmm_pool_track": rmm("RMM pool, tracking"),
+    "rmm_arena": rmm("RMM arena"),
+    "rmm_binning": rmm("RMM binning"),
+    "rmm_cuda_async": rmm("RMM cuda_async"),
+}
+# With which setting Cushion runs each column (max MiB) of the table of random allocations, timed and for bytes held.
+COLUMNS = {1: "pool", 4: "pool", 64: "pool", 256: "pool", 1024: "pool", 4096: "pool"}
+
 ALL = ("native", "pool", "pool_deferred", "null")
 REAL = ("native", "pool", "pool_deferred")  # where a kernel touches its block
-ASYNC = ("native", "pool")  # FREE says nothing about cudaFreeAsync
+BESIDE = ("pool", "arena", "binning", "rmm_pool", "rmm_arena", "rmm_binning", "rmm_cuda_async", "native")
 
 
 @dataclasses.dataclass
@@ -39,65 +81,190 @@ class Program:
     api: str = "both"  # the value of --api, or "both" for a program that has benchmarks of each
     allocators: tuple = ALL
     select: dict = dataclasses.field(default_factory=dict)  # allocator → regular expression of benchmark names
-    settings: dict = dataclasses.field(default_factory=dict)  # Cushion's, where they are not the defaults
+    settings: dict = dataclasses.field(default_factory=dict)  # Cushion's, where they are not the allocator's
+    once: tuple = ()  # allocators for which one repetition must do
+    held: str = ""  # benchmarks that count bytes held, run beside those selected; each in a process of its own, because
+    #                 what a process holds it keeps, and under Cushion its report says how much
+
+    def label(self, allocator):
+        return f"{self.name}.{self.api}.{allocator}"
 
 
 def plan(scale):
+    """What to run, the most important first: time runs out for the last."""
     if scale == "emulator":
-        return [Program("driver_pairs")]
-    native = {"quick": "/native/(1000/|10000/(1|4|64)/)", "full": "/native/(10000?/|100000/(1|4|64)/)"}.get(scale)
-    no_kernels = {"null": "Pair/"}
-    streams = dict.fromkeys(REAL, "/(1/1|4/4)/[01]/") if scale == "quick" else {}
-    driver = dict.fromkeys(ALL, "Pair/") if scale == "quick" else {}
+        return [Program("driver_pairs", select=dict.fromkeys(ALL, "Pair|Random|Threads"), held="BM_Fragmentation")]
+    goals = scale == "goals"
+    rmm_all = ("rmm_pool", "rmm_arena", "rmm_binning", "rmm_cuda_async")
+    random_async = {}
+    random_malloc = {}
+    if scale != "complete":  # without the cells that take more than 15 s each
+        random_malloc = {"native": "/native/(10000?/|100000/(1|4|64)/)"}
+        random_async = {"rmm_arena": "/(10000?/|100000/(64|256|1024|4096)/)"}
+    if goals:
+        random_malloc = {"native": "/native/(1000/|10000/(1|4|64)/|100000/(1|4|64)/)"}
+        random_async["rmm_pool_track"] = "/(10000?/|100000/(64|256|1024|4096)/)"
+    streams = dict.fromkeys(ALLOCATORS, "/(1/1|4/4)/[01]/") if goals else {}
+    own = tuple(dict.fromkeys((*COLUMNS.values(), *(() if goals else ("arena", "binning")))))
     reserved = {"CUSHION_INITIAL_SIZE": "256MiB"}  # a cold start is about order, not about the driver's allocations
-    async_random = ASYNC if scale == "quick" else ASYNC + ("null",)
-    return [
-        Program("pair_static", select=no_kernels),
-        Program("pair_shared", select=no_kernels),
-        Program("driver_pairs", select=driver),
-        Program("threads", allocators=REAL if scale == "quick" else ALL),
-        Program("multi_stream_allocations", "async", ASYNC, streams, reserved),
+    programs = [
+        Program("pair_static", select={"null": "Pair/"}),
+        Program("pair_shared", select={"null": "Pair/"}),
+        Program("random_allocations", "async",
+                ("pool", "rmm_binning", "rmm_cuda_async", "native", "rmm_pool", "pool_track", "arena", "binning",
+                 "async", "rmm_arena", "rmm_pool_track") + (() if goals else ("null",)),
+                random_async, once=("native", "rmm_pool_track") + rmm_all),
+        Program("threads", allocators=REAL),
+        Program("multi_stream_allocations", "async", BESIDE, streams, reserved),
+        Program("fragmentation", "async", own, held="BM_Fragmentation"),
+        Program("latency", "malloc", REAL, dict.fromkeys(REAL[1:], "Growing"), once=REAL),
+        Program("latency", "async", ("native", "pool", "rmm_pool"), dict.fromkeys(("pool", "rmm_pool"), "Growing"),
+                once=("native", "pool", "rmm_pool")),
+        Program("random_allocations", "malloc", ("pool", "pool_deferred", "native"), random_malloc, once=("native",)),
         Program("multi_stream_allocations", "malloc", REAL, streams, reserved),
-        Program("random_allocations", "async", async_random),
-        Program("random_allocations", "malloc", REAL if scale == "quick" else ALL,
-                {"native": native} if native else {}),
+        Program("fragmentation", "async", ("rmm_binning", "native", "rmm_pool"), held="BM_Fragmentation"),
     ]
+    if not goals:
+        programs.append(Program("driver_pairs", select=dict.fromkeys(ALL, "Pair|Random|Threads")))
+    return programs
 
 
-def environment(build, program, allocator, emulator):
-    clean = {name: value for name, value in os.environ.items()
-             if name != "LD_PRELOAD" and not name.startswith("CUSHION_")}
-    clean.setdefault("CUDA_VISIBLE_DEVICES", "0")
-    if emulator:
-        clean["LD_LIBRARY_PATH"] = str(build / "emulator")
-    if allocator == "null":
-        clean["LD_PRELOAD"] = str(build / "bench/libnull_hook.so")
-    elif allocator != "native":
-        clean["LD_PRELOAD"] = str(build / "libcushion.so")
-        clean["CUSHION_ALLOCATOR"] = "pool"
-        clean["CUSHION_FREE"] = "deferred" if allocator == "pool_deferred" else "sync"
-        clean |= program.settings
-    return clean
+class Skip(Exception):
+    pass
 
 
-def command_line(build, program, allocator, seconds, repetitions):
-    line = [str(build / "bench" / program.name), f"--allocator={allocator}", f"--benchmark_min_time={seconds}",
-            f"--benchmark_repetitions={repetitions}"]
-    if program.api != "both":
-        line.append(f"--api={program.api}")
-    if allocator in program.select:
-        line.append(f"--benchmark_filter={program.select[allocator]}")
-    return line
+class Bench:
+    """One run: the build it is of, where its results go, and the time it has."""
 
+    def __init__(self, build, out, scale):
+        self.build, self.out, self.scale = build, out, scale
+        self.emulator = scale == "emulator"
+        self.budget = {"goals": 300, "full": 540, "complete": 3600, "emulator": 120}[scale]
+        self.limit = self.budget / 4  # for one process: a slow one must not cost all the others their turn
+        self.seconds = {"goals": 0.02, "full": 0.1, "complete": 0.2, "emulator": 0.02}[scale]
+        self.deadline = time.monotonic() + self.budget
 
-def served(build, program, allocator, emulator):
-    """How many calls Cushion's own report says it served: a preload without effect would time native CUDA."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = pathlib.Path(folder) / "report.json"
-        line = command_line(build, Program(program.name, program.api), allocator, 0.001, 1)
-        subprocess.run(line + ["--benchmark_filter=/1048576"], check=True, timeout=60, capture_output=True,
-                       env=environment(build, program, allocator, emulator) | {"CUSHION_REPORT": str(report)})
-        return json.loads(report.read_text())["calls"]["served"] if report.exists() else 0
+    def environment(self, allocator, settings, report=None):
+        clean = {name: value for name, value in os.environ.items()
+                 if name != "LD_PRELOAD" and not name.startswith("CUSHION_")}
+        clean.setdefault("CUDA_VISIBLE_DEVICES", "0")
+        if self.emulator:
+            clean |= {"LD_LIBRARY_PATH": str(self.build / "emulator"), "EMU_MEMORY": "64G"}
+        chosen = ALLOCATORS[allocator]
+        if chosen.preload:
+            clean["LD_PRELOAD"] = str(self.build / chosen.preload)
+        clean |= chosen.settings
+        if chosen.settings:
+            clean |= settings | ({"CUSHION_REPORT": str(report)} if report else {})
+        return clean
+
+    def binary(self, program, allocator):
+        return self.build / "bench" / (program.name + ALLOCATORS[allocator].suffix)
+
+    def execute(self, program, allocator, selection, flags=(), report=None, timeout=60):
+        line = [str(self.binary(program, allocator)), f"--allocator={allocator}", *flags]
+        if program.api != "both":
+            line.append(f"--api={program.api}")
+        if selection:
+            line.append(f"--benchmark_filter={selection}")
+        return subprocess.run(line, env=self.environment(allocator, program.settings, report), timeout=timeout,
+                              capture_output=True, text=True, check=False)
+
+    @functools.cache
+    def refusal(self, allocator):
+        """Why Cushion does not serve as asked, by its own report: a preload without effect would time native CUDA."""
+        wanted = ALLOCATORS[allocator].settings
+        if not wanted:
+            return None
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder) / "report.json"
+            result = self.execute(Program("driver_pairs" if self.emulator else "pair_static"), allocator,
+                                  "Pair/.*/1048576", ["--benchmark_min_time=0.001"], path)
+            if result.returncode == 77:
+                raise Skip(result.stderr.strip())
+            if result.returncode != 0 or not path.exists():
+                said = [line for line in result.stderr.splitlines() if line.startswith("cushion")]
+                return f"no report, exit code {result.returncode}: {' '.join(said) or result.stderr.strip()[-300:]}"
+            report = json.loads(path.read_text())
+        for name, value in wanted.items():
+            if report["options"][name.removeprefix("CUSHION_")] != value:
+                return f"{name} is {report['options'][name.removeprefix('CUSHION_')]}"
+        if report["calls"]["served"] == 0 and allocator != "async":  # whose calls the driver serves
+            return "it served no call"
+        return None
+
+    def names(self, program, allocator):
+        """The benchmarks of a program that counts bytes held."""
+        result = self.execute(program, allocator, program.held, ["--benchmark_list_tests"])
+        if result.returncode == 77:
+            raise Skip(result.stderr.strip())
+        return [line for line in result.stdout.split() if line.startswith(program.held)]
+
+    def processes(self, program, allocator):
+        """What to run of a program: (regular expression of benchmark names, repetitions, whether for bytes held)."""
+        timed = not program.held or allocator in program.select
+        if timed:
+            yield program.select.get(allocator), 1 if allocator in program.once else 3, False
+        if program.held and (ALLOCATORS[allocator].settings or not timed):
+            for name in self.names(program, allocator):
+                yield f"^{name}$", 1, True
+
+    def measure(self, program, allocator):
+        """Runs one program under one allocator and writes its JSON; returns what failed, the rest is written."""
+        merged, failures = None, []
+        with tempfile.TemporaryDirectory() as folder:
+            out, report = pathlib.Path(folder) / "out.json", pathlib.Path(folder) / "report.json"
+            for selection, repetitions, counts_held in self.processes(program, allocator):
+                flags = [f"--benchmark_min_time={self.seconds}", f"--benchmark_repetitions={repetitions}",
+                         f"--benchmark_out={out}", "--benchmark_out_format=json"]
+                reports = counts_held and bool(ALLOCATORS[allocator].settings)
+                what = f"{selection}: " if counts_held else ""
+                try:
+                    result = self.execute(program, allocator, selection, flags, report if reports else None,
+                                          min(max(self.deadline - time.monotonic(), 0.1), self.limit))
+                except subprocess.TimeoutExpired:
+                    failures.append(f"{what}cut off: it may run {self.limit:.0f} s, and the whole run {self.budget} s")
+                    continue
+                if result.returncode == 77:
+                    raise Skip(result.stderr.strip())
+                if result.returncode != 0:
+                    failures.append(f"{what}exit code {result.returncode}: {result.stderr.strip()[-500:]}")
+                    continue
+                results = json.loads(out.read_text())
+                if reports:
+                    held = sum(device[kind]["peak"] for device in json.loads(report.read_text())["devices"]
+                               for kind in ("held", "forwarded"))
+                    for entry in results["benchmarks"]:
+                        entry["held"] = held
+                    report.unlink()
+                if merged is not None:
+                    results["benchmarks"] = merged["benchmarks"] + results["benchmarks"]
+                merged = results
+        if merged is None and not failures:
+            failures.append("it ran no benchmark")
+        if merged is not None:
+            merged["context"]["executable"] = os.path.relpath(self.binary(program, allocator), HERE.parent)
+            (self.out / f"{program.label(allocator)}.json").write_text(json.dumps(merged, indent=1) + "\n")
+        return failures
+
+    def run(self, programs):
+        """Runs the programs; returns what failed."""
+        failures = []
+        for program in programs:
+            for allocator in program.allocators:
+                label = program.label(allocator)
+                if self.deadline - time.monotonic() < 1:
+                    failures.append(f"{label}: not run, the {self.budget} s of the whole run are used up")
+                    continue
+                if ALLOCATORS[allocator].suffix and not self.binary(program, allocator).exists():
+                    continue
+                begin = time.monotonic()
+                reason = self.refusal(allocator)
+                failed = [reason] if reason else self.measure(program, allocator)
+                failures += [f"{label}: {reason}" for reason in failed]
+                print(f"{label:45} {time.monotonic() - begin:6.1f} s{'  FAILED' * bool(failed)}", file=sys.stderr,
+                      flush=True)
+        return failures
 
 
 def output_of(*command):
@@ -119,9 +286,10 @@ def describe_machine(build, emulator):
         gpu, driver, memory = devices.splitlines()[0].split(", ") if devices else (None, None, None)
     nvcc = os.path.join(cache.get("CUDAToolkit_BIN_DIR", ""), "nvcc")
     release = re.search(r"release ([\d.]+)", output_of(nvcc, "--version"))
+    commit = os.environ.get("CUSHION_COMMIT") or output_of("git", "-C", str(HERE), "rev-parse", "HEAD")
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": output_of("git", "-C", str(pathlib.Path(__file__).parent), "rev-parse", "--short=12", "HEAD") or None,
+        "commit": commit[:12] if commit else None,
         "gpu": gpu or ("emulated driver" if emulator else None),
         "gpu_memory": memory,
         "driver": driver,
@@ -135,83 +303,62 @@ def describe_machine(build, emulator):
     }
 
 
-class Skip(Exception):
-    pass
-
-
-def run_all(build, out, scale):
-    """Runs the plan; returns what failed. Cheap and important programs come first, so that time runs out last."""
-    emulator = scale == "emulator"
-    budget = {"quick": 90, "full": 360, "complete": 3600, "emulator": 120}[scale]
-    seconds = {"quick": 0.02, "full": 0.1, "complete": 0.2, "emulator": 0.02}[scale]
-    deadline = time.monotonic() + budget
-    failures, verified = [], set()
-    for program in plan(scale):
-        for allocator in program.allocators:
-            label = f"{program.name}.{program.api}.{allocator}"
-            remaining = deadline - time.monotonic()
-            if remaining < 1:
-                failures.append(f"{label}: not run, the {budget} s of this run are used up")
-                continue
-            if allocator.startswith("pool") and allocator not in verified:
-                if served(build, program, allocator, emulator) == 0:
-                    raise RuntimeError(f"libcushion.so served no call of {program.name}: the preload has no effect")
-                verified.add(allocator)
-            slow = program.name == "random_allocations" and allocator == "native"
-            line = command_line(build, program, allocator, seconds, 1 if slow else 3)
-            line += [f"--benchmark_out={out / label}.json", "--benchmark_out_format=json"]
-            begin = time.monotonic()
-            try:
-                result = subprocess.run(line, env=environment(build, program, allocator, emulator), timeout=remaining,
-                                        capture_output=True, text=True, check=False)
-            except subprocess.TimeoutExpired:
-                (out / f"{label}.json").unlink(missing_ok=True)  # cut off in the middle
-                failures.append(f"{label}: cut off, the {budget} s of this run are used up")
-                continue
-            if result.returncode == 77:
-                raise Skip(result.stderr.strip())
-            if result.returncode != 0:
-                (out / f"{label}.json").unlink(missing_ok=True)
-                failures.append(f"{label}: exit code {result.returncode}: {result.stderr.strip()[-500:]}")
-            print(f"{label:45} {time.monotonic() - begin:6.1f} s", file=sys.stderr, flush=True)
-    return failures
+def describe_allocators(out):
+    """Titles and settings, the latter for RMM as its programs' output says them."""
+    settings = {name: ", ".join(f"{key}={value}" for key, value in allocator.settings.items())
+                for name, allocator in ALLOCATORS.items()}
+    for path in sorted(out.glob("*.*.rmm_*.json")):
+        said = json.loads(path.read_text())["context"].get("allocator_settings")
+        program, _, name, _ = path.name.split(".")
+        known = settings[name].split("; ") if settings[name] else []
+        settings[name] = "; ".join(known + [f"{program}: {said}"])
+    return {name: {"title": allocator.title, "settings": settings[name]} for name, allocator in ALLOCATORS.items()}
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Runs the benchmarks natively, under Cushion and the null hook.")
+    parser = argparse.ArgumentParser(description="Runs the benchmarks natively, under Cushion and with RMM.")
     parser.add_argument("build", type=lambda text: pathlib.Path(text).resolve())
     parser.add_argument("out", type=lambda text: pathlib.Path(text).resolve())
+    parser.add_argument("--only", metavar="PROGRAM,...", type=lambda text: text.split(","))
     scales = parser.add_mutually_exclusive_group()
-    for scale in ("quick", "complete", "emulator"):
+    for scale in ("goals", "complete", "emulator"):
         scales.add_argument(f"--{scale}", dest="scale", action="store_const", const=scale, default="full")
     arguments = parser.parse_args()
     build, out, scale = arguments.build, arguments.out, arguments.scale
-    needed = [build / "libcushion.so", build / "bench/libnull_hook.so"]
-    needed += sorted({build / "bench" / program.name for program in plan(scale)})
-    if scale == "emulator":
-        needed.append(build / "emulator/libcuda.so.1")
-    missing = [str(path) for path in needed if not path.exists()]
+    programs = plan(scale)
+    if arguments.only:
+        if unknown := set(arguments.only) - {program.name for program in programs}:
+            parser.error(f"--only: there is no {', '.join(sorted(unknown))} in this scale")
+        programs = [program for program in programs if program.name in arguments.only]
+    bench = Bench(build, out, scale)
+    needed = {build / ALLOCATORS[a].preload for program in programs for a in program.allocators}
+    needed |= {build / "bench" / program.name for program in programs}
+    if bench.emulator:
+        needed.add(build / "emulator/libcuda.so.1")
+    missing = [str(path) for path in sorted(needed) if not path.exists()]
     if missing:
         print(f"not built: {', '.join(missing)}", file=sys.stderr)
         return 1
     out.mkdir(parents=True, exist_ok=True)
-    for old in out.glob("*.*.*.json"):
-        old.unlink()
-    machine = describe_machine(build, scale == "emulator")
+    for program in programs if arguments.only else [Program("*", "*")]:
+        for old in out.glob(program.label("*") + ".json"):
+            old.unlink()
+    machine = describe_machine(build, bench.emulator)
     try:
-        failures = run_all(build, out, scale)
+        failures = bench.run(programs)
     except Skip as reason:
         print(reason)
         return 77
-    except (RuntimeError, OSError, subprocess.SubprocessError) as problem:
+    except (OSError, subprocess.SubprocessError) as problem:
         print(problem, file=sys.stderr)
         return 1
-    rows, errors = table.read_results(out, "cpu_time" if scale == "emulator" else "real_time")
-    for row in rows:
-        row["speedup"] = {a: ratio for a in row["ns"] if a != "native" and (ratio := table.speedup(row, a)) is not None}
-    summary = {"schema": "cushion-bench", "version": 1, "scale": scale, "machine": machine,
+    rows, errors = table.read_results(out, "cpu_time" if bench.emulator else "real_time")
+    summary = {"schema": "cushion-bench", "version": 2, "scale": scale, "machine": machine,
+               "allocators": describe_allocators(out), "columns": COLUMNS,
                "settings": {f"{p.name}.{p.api}": p.settings for p in plan(scale) if p.settings}, "rows": rows,
-               "goals": [] if scale == "emulator" else table.goals(rows), "failures": failures + errors}
+               "failures": failures + errors}
+    summary = json.loads(json.dumps(summary))  # as a reader of the file sees it
+    summary["goals"] = table.goals(summary)
     (out / "machine.json").write_text(json.dumps(machine, indent=1) + "\n")
     (out / "summary.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n")
     print("\n\n".join(table.tables(summary).values()))

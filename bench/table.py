@@ -19,17 +19,15 @@ import pathlib
 import re
 import sys
 
-ALLOCATORS = {  # in column order; the first is what the others are compared with
-    "native": "native",
-    "pool": "Cushion, `sync`",
-    "pool_deferred": "Cushion, `deferred`",
-    "null": "null hook",
-}
 NANOSECONDS = {"ns": 1, "us": 1e3, "ms": 1e6, "s": 1e9}
+COUNTERS = ("live", "ideal", "held", "mean", "p50", "p99", "p999", "max")  # of fragmentation.cu and latency.cu
+PEERS = ("native", "rmm_pool", "rmm_arena", "rmm_binning", "rmm_cuda_async")  # of stream-ordered allocation
+RANDOM = "BM_RandomAllocations/"
 
 
 def read_results(folder, clock="real_time"):
-    """Rows {program, api, benchmark, ns: {allocator: median}} and errors, from Google Benchmark's JSON files.
+    """Rows {program, api, benchmark, ns: {allocator: median}, counters: {allocator: {name: value}}} and errors, from
+    Google Benchmark's JSON files.
 
     The files are called PROGRAM.API.ALLOCATOR.json. A benchmark's name loses its allocator and what the library
     appends, so that one row is one workload. For several threads it is wall-clock time ÷ pairs of all threads.
@@ -48,10 +46,12 @@ def read_results(folder, clock="real_time"):
                     ns = 1e9 / entry["items_per_second"]
                 else:
                     ns = entry[clock] * NANOSECONDS[entry["time_unit"]]
-                samples.setdefault(name, []).append(ns)
+                samples.setdefault(name, []).append((ns, entry))
         for name, values in samples.items():
             row = rows.setdefault((program, api, name), {"program": program, "api": api, "benchmark": name, "ns": {}})
-            row["ns"][allocator] = sorted(values)[len(values) // 2]
+            row["ns"][allocator], entry = sorted(values, key=lambda sample: sample[0])[len(values) // 2]
+            if counters := {counter: entry[counter] for counter in COUNTERS if counter in entry}:
+                row.setdefault("counters", {})[allocator] = counters
     return list(rows.values()), errors
 
 
@@ -68,30 +68,131 @@ def show_ratio(ratio):
     return "–" if ratio is None else f"{ratio:.{0 if ratio >= 9.95 else 1 if ratio >= 0.995 else 2}f}×"
 
 
-def speedup(row, allocator):
-    times = row["ns"]
-    return times["native"] / times[allocator] if "native" in times and allocator in times else None
+def show_fine(ratio):
+    return "–" if ratio is None else f"{ratio:.3f}"
 
 
-def speed_table(rows, with_program=False, mean=False):
+def quotient(numerator, denominator):
+    return numerator / denominator if numerator and denominator else None
+
+
+def mean(ratios):
+    """The geometric mean of those that were measured."""
+    known = [ratio for ratio in ratios if ratio is not None]
+    return math.exp(sum(map(math.log, known)) / len(known)) if known else None
+
+
+def grid(head, rows):
+    head_line, *lines = ["| " + " | ".join(cells) + " |" for cells in [head, *rows]]
+    return "\n".join([head_line, "|---" + "|---:" * (len(head) - 1) + "|", *lines])
+
+
+class Results:
+    """A summary, and what is asked of it."""
+
+    def __init__(self, summary):
+        self.titles = {name: allocator["title"] for name, allocator in summary["allocators"].items()}
+        self.columns = {int(column): name for column, name in summary["columns"].items()}
+        self.rows = summary["rows"]
+        self.ns = {(row["program"], row["api"], row["benchmark"], allocator): ns
+                   for row in self.rows for allocator, ns in row["ns"].items()}
+        self.counters = {(row["program"], row["api"], row["benchmark"], allocator): counters
+                         for row in self.rows for allocator, counters in row.get("counters", {}).items()}
+
+    def of(self, program, api=None):
+        return [row for row in self.rows if row["program"].startswith(program) and api in (None, row["api"])]
+
+    def lead(self, row):
+        """The best peer's time ÷ Cushion's with the setting of the column, of a row of the random table by stream.
+
+        Native CUDA alone is no peer: without RMM's figures there is no lead.
+        """
+        times = row["ns"]
+        peers = [times[name] for name in PEERS if name in times]
+        column = int(row["benchmark"].split("/")[-1])
+        has_rmm = any(name.startswith("rmm_") for name in times)
+        return quotient(min(peers), times.get(self.columns[column])) if has_rmm else None
+
+
+def speed_table(results, rows, with_program=False, with_mean=False):
     """One line a workload: the time under every allocator, and native ÷ each of Cushion's."""
-    present = [a for a in ALLOCATORS if any(a in row["ns"] for row in rows)]
-    compared = [a for a in present if a.startswith("pool") and "native" in present]
-    head = ["benchmark"] + [ALLOCATORS[a] for a in present]
-    head += ["native ÷ " + ALLOCATORS[a].split(", ")[1] for a in compared]
-    lines = ["| " + " | ".join(head) + " |", "|---" + "|---:" * (len(head) - 1) + "|"]
+    present = [a for a in results.titles if any(a in row["ns"] for row in rows)]
+    compared = [a for a in ("pool", "pool_deferred") if a in present and "native" in present]
+
+    def ratios(row):
+        return [quotient(row["ns"].get("native"), row["ns"].get(a)) for a in compared]
+
+    lines = [[f"{row['program']} `{row['benchmark']}`" if with_program else f"`{row['benchmark']}`"]
+             + [show_time(row["ns"].get(a)) for a in present] + [show_ratio(ratio) for ratio in ratios(row)]
+             for row in rows]
+    if with_mean:
+        lines.append(["geometric mean"] + [""] * len(present)
+                     + [show_ratio(mean(column)) for column in zip(*map(ratios, rows))])
+    return grid(["benchmark"] + [results.titles[a] for a in present]
+                + ["native ÷ " + results.titles[a].split(", ")[1] for a in compared], lines)
+
+
+def random_malloc_table(results):
+    """cudaMalloc and cudaFree, beside RMM's pool, which is stream-ordered only."""
+    rows = []
+    for row in results.of("random_allocations", "malloc"):
+        pool = results.ns.get(("random_allocations", "async", row["benchmark"], "rmm_pool"))
+        rows.append(row | {"ns": row["ns"] | ({"rmm_pool": pool} if pool else {})})
+    return rows and speed_table(results, rows, with_mean=True)
+
+
+def random_async_table(results):
+    """Stream-ordered calls under every allocator, and the best peer against Cushion with the setting of the column."""
+    rows = results.of("random_allocations", "async")
+    present = [a for a in results.titles if any(a in row["ns"] for row in rows)]
+    lines = [[f"`{row['benchmark']}`"] + [show_time(row["ns"].get(a)) for a in present]
+             + [show_ratio(results.lead(row))] for row in rows]
+    lines.append(["geometric mean"] + [""] * len(present) + [show_ratio(mean(map(results.lead, rows)))])
+    return rows and grid(["benchmark"] + [results.titles[a] for a in present] + ["best peer ÷ Cushion"], lines)
+
+
+def tracking_table(results):
+    """What tracking costs on the random table, Cushion's and RMM's."""
+    pairs = (("pool", "pool_track"), ("rmm_pool", "rmm_pool_track"))
+    rows = [row for row in results.of("random_allocations", "async") if any(on in row["ns"] for _, on in pairs)]
+    columns = [[quotient(row["ns"].get(on), row["ns"].get(off)) for row in rows] for off, on in pairs]
+    lines = [[f"`{row['benchmark']}`"] + [show_time(row["ns"].get(a)) for pair in pairs for a in pair]
+             + [show_fine(column[i]) for column in columns] for i, row in enumerate(rows)]
+    lines.append(["geometric mean", "", "", "", ""] + [show_fine(mean(column)) for column in columns])
+    return rows and grid(["benchmark"] + [results.titles[a] for pair in pairs for a in pair]
+                         + ["Cushion, on ÷ off", "RMM, on ÷ off"], lines)
+
+
+def held_table(results):
+    """Peak of bytes held ÷ peak of bytes live, and what a best fit simulated on the host would hold."""
+    rows = [row for row in results.rows if any("live" in c for c in row.get("counters", {}).values())]
+    present = [a for a in results.titles if any("held" in row["counters"].get(a, {}) for row in rows)]
+    lines = []
     for row in rows:
-        name = f"{row['program']} `{row['benchmark']}`" if with_program else f"`{row['benchmark']}`"
-        cells = [name] + [show_time(row["ns"].get(a)) for a in present]
-        cells += [show_ratio(speedup(row, a)) for a in compared]
-        lines.append("| " + " | ".join(cells) + " |")
-    if mean:
-        cells = ["geometric mean"] + [""] * len(present)
-        for allocator in compared:
-            ratios = [r for r in (speedup(row, allocator) for row in rows) if r is not None]
-            cells.append(show_ratio(math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None))
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        trace = next(iter(row["counters"].values()))
+        held = [row["counters"].get(a, {}).get("held") for a in present]
+        lines.append([f"`{row['benchmark']}`", f"{trace['live'] / 2**20:.0f} MiB",
+                      show_fine(trace["ideal"] / trace["live"])]
+                     + [show_fine(quotient(bytes_held, trace["live"])) for bytes_held in held])
+    head = ["held ÷ live, at peak", "live", "ideal best fit"]
+    return rows and grid(head + [results.titles[a] for a in present], lines)
+
+
+def latency_table(results):
+    lines = [[f"`{row['benchmark']}`, {row['api']}", results.titles[a]]
+             + [show_time(row["counters"][a][counter]) for counter in ("mean", "p50", "p99", "p999", "max")]
+             for row in results.of("latency") for a in results.titles if a in row.get("counters", {})]
+    return lines and grid(["benchmark", "under", "mean", "p50", "p99", "p99.9", "max"], lines)
+
+
+def settings_table(results, summary):
+    """How every column was measured."""
+    used = {a for row in results.rows for a in row["ns"]}
+    lines = [[allocator["title"], allocator["settings"]] for name, allocator in summary["allocators"].items()
+             if name in used and allocator["settings"]]
+    lines += [[f"random table, column of {column} MiB", results.titles[name]]
+              for column, name in results.columns.items()]
+    return grid(["column", "settings"], lines)
 
 
 def machine_line(machine):
@@ -103,81 +204,138 @@ def machine_line(machine):
 
 
 def goal_table(goals):
-    lines = ["| measure (pairs of 1 MiB) | goal | measured | |", "|---|---:|---:|---|"]
-    for goal in goals:
-        verdict = "met" if goal["met"] else "missed"
-        lines.append(f"| {goal['measure']} | {goal['goal']} | {goal['measured']} | {verdict} |")
-    return "\n".join(lines)
+    return grid(["measure", "goal", "measured", ""],
+                [[goal["measure"], goal["goal"], goal["measured"],
+                  "reported" if goal["met"] is None else "met" if goal["met"] else "missed"] for goal in goals])
 
 
-def goals(rows):
-    """What the product promises of these numbers, each judged on the numbers of this one run.
-
-    A goal whose rows were not measured is left out.
+def goals(summary):
+    """What the product promises of these numbers, each judged on the numbers of this one run, and what is reported
+    beside it without a bound. What was not measured is left out; of the emulated driver only bytes count.
     """
-    times = {(row["program"], row["api"], row["benchmark"], allocator): ns
-             for row in rows for allocator, ns in row["ns"].items()}
+    results = Results(summary)
+    emulator = summary["scale"] == "emulator"
+    judged = held_goals(results, *(("driver_pairs", "both", "Async") if emulator else ("fragmentation", "async", "")))
+    if not emulator:
+        judged = random_goals(results) + pair_goals(results) + stream_goals(results) + judged + latency_goals(results)
+    return [{"measure": measure, "goal": f"{sense} {show(bound)}" if sense else "–", "measured": show(value),
+             "met": None if not sense else value >= bound if sense == "≥" else value <= bound}
+            for measure, value, sense, bound, show in judged if value is not None]
 
+
+def random_goals(results):
+    hardest = f"{RANDOM}100000/1"
+    malloc, stream = (results.of("random_allocations", api) for api in ("malloc", "async"))
+    row = next((row["ns"] for row in stream if row["benchmark"] == hardest), {})
+    best = min((row[name] for name in PEERS if name in row and name != "native"), default=None)
+    leads = [lead for row in stream if (lead := results.lead(row)) is not None]
+    tracking = [ratio for row in stream
+                if (ratio := quotient(row["ns"].get("pool_track"), row["ns"].get("pool"))) is not None]
+
+    def speedups(allocator):
+        return mean(quotient(row["ns"].get("native"), row["ns"].get(allocator)) for row in malloc)
+
+    def beside(allocator):
+        return mean(quotient(results.ns.get(("random_allocations", "async", row["benchmark"], "rmm_pool")),
+                             row["ns"].get(allocator)) for row in malloc)
+
+    return [
+        (f"`{hardest}` by stream, RMM's pool ÷ Cushion's", quotient(row.get("rmm_pool"), row.get("pool")), "≥", 500,
+         show_ratio),
+        (f"`{hardest}` by stream, RMM's best ÷ Cushion's pool", quotient(best, row.get("pool")), "≥", 4, show_ratio),
+        (f"random table by stream, best peer ÷ Cushion, the worst of {len(leads)} cells", min(leads, default=None),
+         "≥", 1, show_ratio),
+        (f"the same, geometric mean of {len(leads)} cells", mean(leads), "≥", 5, show_ratio),
+        ("random table by malloc, native ÷ `sync`, geometric mean", speedups("pool"), "≥", 100, show_ratio),
+        ("random table by malloc, native ÷ `deferred`, geometric mean", speedups("pool_deferred"), "≥", 100,
+         show_ratio),
+        ("random table, RMM's pool by stream ÷ `sync` by malloc, geometric mean", beside("pool"), None, None,
+         show_ratio),
+        ("random table, RMM's pool by stream ÷ `deferred` by malloc, geometric mean", beside("pool_deferred"), None,
+         None, show_ratio),
+        ("random table by stream, tracking on ÷ off, geometric mean", mean(tracking), "≤", 1.1, show_fine),
+        ("the same, the worst cell", max(tracking, default=None), None, None, show_fine),
+    ]
+
+
+def pair_goals(results):
     def pair(runtime, call, allocator):
-        return times.get((f"pair_{runtime}", "both", f"BM_{call}Pair/1048576", allocator))
+        return results.ns.get((f"pair_{runtime}", "both", f"BM_{call}Pair/1048576", allocator))
 
     def threads(count):
-        return times.get(("threads", "both", f"BM_ThreadsAsync/65536/threads:{count}", "pool"))
+        return results.ns.get(("threads", "both", f"BM_ThreadsAsync/65536/threads:{count}", "pool"))
 
-    def streams(prewarm):
-        return times.get(("multi_stream_allocations", "async", f"BM_MultiStreamAllocations/4/4/{prewarm}", "pool"))
-
-    def mean_speedup(allocator):
-        ratios = [ratio for row in rows if (row["program"], row["api"]) == ("random_allocations", "malloc")
-                  and (ratio := speedup(row, allocator)) is not None]
-        return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
-
-    def quotient(numerator, denominator):
-        return numerator / denominator if numerator and denominator else None
-
-    judged = [
-        ("malloc pair, static runtime, native ÷ `sync`",
-         quotient(pair("static", "MallocFree", "native"), pair("static", "MallocFree", "pool")), "≥", 100, show_ratio),
-        ("malloc pair, static runtime, `sync`", pair("static", "MallocFree", "pool"), "≤", 700, show_time),
-        ("malloc pair, static runtime, `deferred` ÷ null hook",
+    return [
+        ("malloc pair of 1 MiB, static runtime, native ÷ `sync`",
+         quotient(pair("static", "MallocFree", "native"), pair("static", "MallocFree", "pool")), None, None,
+         show_ratio),
+        ("malloc pair of 1 MiB, static runtime, `sync`", pair("static", "MallocFree", "pool"), "≤", 700, show_time),
+        ("malloc pair of 1 MiB, static runtime, `deferred` ÷ null hook",
          quotient(pair("static", "MallocFree", "pool_deferred"), pair("static", "MallocFree", "null")), "≤", 2.0,
          show_ratio),
-        ("async pair, static runtime, Cushion ÷ null hook",
+        ("async pair of 1 MiB, static runtime, Cushion ÷ null hook",
          quotient(pair("static", "MallocFreeAsync", "pool"), pair("static", "MallocFreeAsync", "null")), "≤", 2.5,
          show_ratio),
-        ("async pair, shared runtime", pair("shared", "MallocFreeAsync", "pool"), "≤", 60, show_time),
-        ("random allocations by malloc, geometric mean, native ÷ `sync`", mean_speedup("pool"), "≥", 100, show_ratio),
-        ("random allocations by malloc, geometric mean, native ÷ `deferred`", mean_speedup("pool_deferred"), "≥", 100,
+        ("async pair of 1 MiB, shared runtime", pair("shared", "MallocFreeAsync", "pool"), "≤", 60, show_time),
+        ("async pairs of 64 KiB, own streams, throughput of 16 threads ÷ 1", quotient(threads(1), threads(16)), "≥", 10,
          show_ratio),
-        ("4 kernels on 4 streams, cold ÷ warm", quotient(streams(0), streams(1)), "≤", 1.05,
-         lambda ratio: f"{ratio:.3f}×"),
-        ("async pairs, throughput of 16 threads ÷ 1", quotient(threads(1), threads(16)), "≥", 10, show_ratio),
     ]
-    return [{"measure": measure, "goal": f"{sense} {show(bound)}", "measured": show(value),
-             "met": value >= bound if sense == "≥" else value <= bound}
-            for measure, value, sense, bound, show in judged if value is not None]
+
+
+def stream_goals(results):
+    def streams(allocator, warm):
+        return results.ns.get(("multi_stream_allocations", "async", f"BM_MultiStreamAllocations/4/4/{warm}", allocator))
+
+    best = min((ns for peer in PEERS if (ns := streams(peer, 1))), default=None)
+    judged = []
+    for allocator in ("pool", "arena", "binning"):
+        cold = streams(allocator, 0)
+        judged += [(f"4 kernels on 4 streams, {allocator}, cold ÷ warm", quotient(cold, streams(allocator, 1)), "≤",
+                    1.05, show_fine),
+                   (f"4 kernels on 4 streams, {allocator}, cold ÷ best peer's warm", quotient(cold, best), "≤", 1.05,
+                    show_fine)]
+    return judged
+
+
+def held_goals(results, program, api, call):
+    judged = []
+    for column in (1, 4, 64):
+        counters = results.counters.get((program, api, f"BM_Fragmentation{call}/uniform_{column}",
+                                         results.columns[column]), {})
+        judged.append((f"random table by stream, column of {column} MiB, held ÷ live at peak",
+                       quotient(counters.get("held"), counters.get("live")), "≤", 1.1, show_fine))
+    return judged
+
+
+def latency_goals(results):
+    native = results.counters.get(("latency", "malloc", "BM_OneAllocation/65536", "native"), {}).get("mean")
+
+    def slowest(api, allocator):
+        counters = results.counters.get(("latency", api, "BM_PairWhileGrowing/65536", allocator), {})
+        return quotient(counters.get("p999"), native)
+
+    return [(f"p99.9 of a pair while another thread grows the pool ÷ one native cudaMalloc, {what}",
+             slowest(api, allocator), "≤", 1, show_ratio)
+            for what, api, allocator in (("by stream", "async", "pool"), ("malloc, `sync`", "malloc", "pool"),
+                                         ("malloc, `deferred`", "malloc", "pool_deferred"))]
 
 
 def tables(summary):
     """Markdown by name; a table without rows is left out."""
-
-    def of(program, api=None):
-        return [row for row in summary["rows"] if row["program"].startswith(program) and api in (None, row["api"])]
-
-    made = {
-        "pair": (of("pair_static") + of("pair_shared"), {"with_program": True}),
-        "random_malloc": (of("random_allocations", "malloc"), {"mean": True}),
-        "random_async": (of("random_allocations", "async"), {"mean": True}),
-        "multi_stream_malloc": (of("multi_stream", "malloc"), {}),
-        "multi_stream_async": (of("multi_stream", "async"), {}),
-        "threads": (of("threads"), {}),
-        "driver": (of("driver"), {}),
+    results = Results(summary)
+    timed = {
+        "pair": (results.of("pair_static") + results.of("pair_shared"), {"with_program": True}),
+        "multi_stream_malloc": (results.of("multi_stream", "malloc"), {}),
+        "multi_stream_async": (results.of("multi_stream", "async"), {}),
+        "threads": (results.of("threads"), {}),
+        "driver": ([row for row in results.of("driver") if "Fragmentation" not in row["benchmark"]], {}),
     }
-    found = {name: speed_table(rows, **options) for name, (rows, options) in made.items() if rows}
-    if summary["goals"]:
-        found["goals"] = goal_table(summary["goals"])
-    found["machine"] = machine_line(summary["machine"])
-    return found
+    found = {name: speed_table(results, rows, **options) for name, (rows, options) in timed.items() if rows}
+    found |= {"random_malloc": random_malloc_table(results), "random_async": random_async_table(results),
+              "tracking": tracking_table(results), "held": held_table(results), "latency": latency_table(results),
+              "goals": summary["goals"] and goal_table(summary["goals"]),
+              "settings": settings_table(results, summary), "machine": machine_line(summary["machine"])}
+    return {name: table for name, table in found.items() if table}
 
 
 def fill(text, made):

@@ -1,9 +1,9 @@
 // Workloads: what the benchmarks make an allocation API do, written once for every API.
 //
-// An API is a small value with `bool allocate(void*& block, std::size_t bytes)` and `bool free(void* block)`.
-// The timed loops hold nothing but those calls: sizes and the order of frees are drawn beforehand (Trace), so
-// that what is compared is allocators and not random number generators. Each benchmark touches its API once
-// before it is timed, because a program's first allocation also creates the device's context.
+// An API is a small value with `bool allocate(void*& block, std::size_t bytes)` and `bool free(void* block,
+// std::size_t bytes)`. The timed loops hold nothing but those calls: sizes and the order of frees are drawn beforehand
+// (traces.h). Each benchmark touches its API once before it is timed, because a program's first allocation also creates
+// the device's context.
 #pragma once
 
 #include <benchmark/benchmark.h>
@@ -12,100 +12,89 @@
 #include <cstddef>
 #include <cstdint>
 #include <iostream>
-#include <random>
+#include <optional>
 #include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
 
-namespace bench {
+#include "traces.h"
 
-inline constexpr std::size_t KiB = 1024;
-inline constexpr std::size_t MiB = 1024 * KiB;
+namespace bench {
 
 template <typename T>
 concept Api = requires(const T& api, void*& block) {
   { api.allocate(block, std::size_t{}) } -> std::same_as<bool>;
-  { api.free(block) } -> std::same_as<bool>;
+  { api.free(block, std::size_t{}) } -> std::same_as<bool>;
 };
 
 // Allocate and free one block: the latency of the fast path.
 template <Api A>
 void pair(benchmark::State& state, const A& api, std::size_t bytes) {
   void* block = nullptr;
-  if (!api.allocate(block, bytes) || !api.free(block)) return state.SkipWithError("the first pair failed");
+  if (!api.allocate(block, bytes) || !api.free(block, bytes)) return state.SkipWithError("the first pair failed");
   for (auto _ : state) {
-    if (!api.allocate(block, bytes) || !api.free(block)) return state.SkipWithError("a pair failed");
+    if (!api.allocate(block, bytes) || !api.free(block, bytes)) return state.SkipWithError("a pair failed");
     benchmark::DoNotOptimize(block);
   }
   state.SetItemsProcessed(state.iterations());
 }
 
-// A reproducible series of `count` allocations of 1 to `max_bytes` bytes, uniformly distributed, and the frees
-// of all of them, each of a block chosen at random among the live ones. While allocations are left, 73 steps
-// in 100 allocate, so live blocks pile up to about 63 % of `count`, or to `in_use_limit` bytes. These are the
-// proportions of RMM's random_allocations.
-class Trace {
- public:
-  struct Step {
-    std::size_t bytes;   // 0: free the block in this slot
-    std::uint32_t slot;  // where the block's address is kept; reused once the block is freed
-  };
-
-  Trace(std::size_t count, std::size_t max_bytes, std::size_t in_use_limit) {
-    struct Live {
-      std::uint32_t slot;
-      std::size_t bytes;
-    };
-    std::mt19937_64 random{count ^ max_bytes};
-    std::uniform_int_distribution<std::size_t> draw_bytes{1, max_bytes};
-    std::bernoulli_distribution draw_allocation{0.73};
-    std::vector<Live> live;
-    std::vector<std::uint32_t> unused;
-    std::size_t in_use = 0;
-    steps_.reserve(2 * count);
-    for (std::size_t allocated = 0; steps_.size() < 2 * count;) {
-      const std::size_t bytes = draw_bytes(random);
-      const bool allocation = live.empty() || (draw_allocation(random) && in_use + bytes < in_use_limit);
-      if (allocation && allocated < count) {
-        if (unused.empty()) unused.push_back(slots_++);
-        live.push_back({unused.back(), bytes});
-        unused.pop_back();
-        steps_.push_back({bytes, live.back().slot});
-        in_use += bytes;
-        ++allocated;
-      } else {
-        std::swap(live[std::uniform_int_distribution<std::size_t>{0, live.size() - 1}(random)], live.back());
-        steps_.push_back({0, live.back().slot});
-        unused.push_back(live.back().slot);
-        in_use -= live.back().bytes;
-        live.pop_back();
-      }
-    }
+// Replays the whole trace; false as soon as a call fails.
+template <Api A>
+bool replay(const A& api, const Trace& trace, std::vector<void*>& blocks) {
+  for (const Trace::Step& step : trace.steps()) {
+    void*& block = blocks[step.slot];
+    if (!(step.allocation ? api.allocate(block, step.bytes) : api.free(block, step.bytes))) return false;
   }
+  return true;
+}
 
-  const std::vector<Step>& steps() const { return steps_; }
-  std::uint32_t slots() const { return slots_; }
-
- private:
-  std::vector<Step> steps_;
-  std::uint32_t slots_ = 0;
-};
-
-// Replays one Trace an iteration; a failed allocation ends the benchmark.
+// Replays one trace an iteration; a failed allocation ends the benchmark.
 template <Api A>
 void random_allocations(benchmark::State& state, const A& api, const Trace& trace) {
   std::vector<void*> blocks(trace.slots());
-  if (!api.allocate(blocks[0], 1) || !api.free(blocks[0])) return state.SkipWithError("the first pair failed");
+  if (!api.allocate(blocks[0], 1) || !api.free(blocks[0], 1)) return state.SkipWithError("the first pair failed");
   for (auto _ : state) {
-    for (const Trace::Step& step : trace.steps()) {
-      void*& block = blocks[step.slot];
-      if (!(step.bytes != 0 ? api.allocate(block, step.bytes) : api.free(block))) {
-        return state.SkipWithError(step.bytes != 0 ? "an allocation failed" : "a free failed");
-      }
-    }
+    if (!replay(api, trace, blocks)) return state.SkipWithError("an allocation or a free failed");
   }
   state.SetItemsProcessed(state.iterations() * static_cast<std::int64_t>(trace.steps().size() / 2));
+}
+
+// What an allocator holds from the driver for the bytes that are live. One replay of each mix, whose time means
+// nothing. Counters, in bytes: `live`, the trace's own peak; `ideal`, what a best fit holds for it (best_fit_peak);
+// `held`, the allocator's peak where `held()` knows it (a preload's is in its own report).
+struct Mix {
+  const char* name;
+  Trace (*trace)();
+};
+
+template <std::size_t max_mib>
+Trace uniform_mix() {
+  return uniform_trace(100000, max_mib * MiB, 16000 * MiB);
+}
+
+inline constexpr Mix mixes[] = {
+    {"uniform_1", uniform_mix<1>},  // as BM_RandomAllocations/100000/1, and so on
+    {"uniform_4", uniform_mix<4>},
+    {"uniform_64", uniform_mix<64>},
+    {"uniform_256", uniform_mix<256>},
+    {"uniform_1024", uniform_mix<1024>},
+    {"uniform_4096", uniform_mix<4096>},
+    {"power_law", [] { return power_law_trace(100000, KiB, GiB, 16000 * MiB); }},
+    {"training", [] { return training_trace(24); }},
+    {"shuffle", [] { return shuffle_trace(100000); }},
+};
+
+template <Api A, typename Held>
+void fragmentation(benchmark::State& state, const A& api, const Trace& trace, Held held) {
+  std::vector<void*> blocks(trace.slots());
+  for (auto _ : state) {
+    if (!replay(api, trace, blocks)) return state.SkipWithError("an allocation or a free failed");
+  }
+  const auto count = [&](const char* name, std::size_t bytes) { state.counters[name] = static_cast<double>(bytes); };
+  count("live", trace.peak());
+  count("ideal", best_fit_peak(trace));
+  if (const std::optional<std::size_t> bytes = held()) count("held", *bytes);
 }
 
 // Takes `--name=value` (or, with an empty value, `--name`) out of the command line.

@@ -1,23 +1,31 @@
 #!/bin/bash
-# gpu.sh OUTDIR [--full]: everything that a GPU machine can say, in one go: builds release, runs all tests, then
-# the benchmarks (at most two minutes of them, or with --full all of them). OUTDIR gets the log of each step, the tests'
-# results as JUnit XML, the benchmarks' JSON, and machine.json: GPU, driver, CPU, compilers, commit.
+# gpu.sh OUTDIR [--full] [STEP...]: everything that a GPU machine can say, in one go: builds release, runs all tests,
+# then the benchmarks (five minutes of them, or with --full all of them). STEP names what to do of it: build, contract,
+# tests, bench. OUTDIR gets the log of each step, the tests' results as JUnit XML, the benchmarks' JSON, and
+# machine.json: GPU, driver, CPU, compilers, commit (CUSHION_COMMIT where there is no git).
 #
-# Installs nothing and asks no network. A step that fails does not stop the next; the exit status is then 1.
+# Installs nothing and asks no network. RMM is measured too if build/rmm is there (tools/rmm.sh). A step that fails does
+# not stop the next; the exit status is then 1.
 set -uo pipefail
-[ $# -ge 1 ] || { sed -n '2,6s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,8s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 mkdir -p "$1" && out=$(cd "$1" && pwd) || exit 2
-scale=--quick
-[ "${2:-}" != --full ] || scale=
+shift
+scale=--goals
+[ "${1:-}" != --full ] || { scale=; shift; }
+steps=" ${*:-build contract tests bench} "
 cd "$(dirname "$0")/.." || exit 2
 build=build/release
+commit=${CUSHION_COMMIT:-$(git rev-parse HEAD 2>/dev/null)}
+unset CUSHION_COMMIT # Cushion reads every variable of that prefix
 summary=()
 failures=0
 
-# step NAME SECONDS COMMAND...: runs it with its output in OUTDIR/NAME.log too; status 77 means skipped.
+# step NAME SECONDS COMMAND...: runs it, if it is wanted, with its output in OUTDIR/NAME.log too; status 77 means
+# skipped.
 step() {
   local name=$1 limit=$2 status start=$SECONDS verdict=passed
   shift 2
+  case $steps in *" $name "*) ;; *) return ;; esac
   printf '\n== %s ==\n' "$name"
   timeout --kill-after=10 "$limit" "$@" 2>&1 | tee "$out/$name.log"
   status=${PIPESTATUS[0]}
@@ -41,16 +49,16 @@ describe_machine() {
     "$(text "$(sed -n 's/^model name[^:]*: //p' /proc/cpuinfo | head -n 1)")" "$(nproc)"
   printf '  "kernel": %s,\n  "compiler": %s,\n  "nvcc": %s,\n  "commit": %s,\n  "date": %s\n}\n' "$(text "$(uname -r)")" \
     "$(text "$(first_line c++ --version)")" "$(text "$("$nvcc" --version | sed -n 's/.*release //p')")" \
-    "$(text "$(first_line git rev-parse HEAD)")" "$(text "$(date -u +%FT%TZ)")"
+    "$(text "$commit")" "$(text "$(date -u +%FT%TZ)")"
 }
 
 describe_machine | tee "$out/machine.json"
-step configure 30 cmake --preset release
-step build 150 cmake --build --preset release --parallel "$(nproc)" -- -k 0
+step build 180 sh -c "cmake --preset release && cmake --build --preset release --parallel $(nproc) -- -k 0"
 step contract 120 tests/contract/run.sh "$build"
 step tests 170 ctest --preset release --parallel 4 --output-junit "$out/tests.xml"
 # shellcheck disable=SC2086  # no scale is no argument
-step bench "$([ -n "$scale" ] && echo 130 || echo 450)" python3 bench/run.py "$build" "$out/bench" $scale
+step bench "$([ -n "$scale" ] && echo 330 || echo 580)" \
+  env CUSHION_COMMIT="$commit" python3 bench/run.py "$build" "$out/bench" $scale
 
 printf '\n== summary ==\n'
 machine=$(gpu name)

@@ -1,0 +1,67 @@
+#!/usr/bin/env python3
+"""How goals are judged, on figures made up for it."""
+
+import sys
+import unittest
+
+sys.dont_write_bytecode = True  # a source tree stays clean
+import table  # noqa: E402
+
+
+def summary(*rows, scale="goals"):
+    names = ("native", "pool", "binning", "pool_track", "rmm_pool", "rmm_binning", "rmm_pool_track")
+    return {"scale": scale, "rows": list(rows), "columns": {"1": "pool", "4": "binning", "64": "pool"}, "machine": {},
+            "allocators": {name: {"title": f"Title, {name}", "settings": ""} for name in names}}
+
+
+def random_row(cell, **ns):
+    return {"program": "random_allocations", "api": "async", "benchmark": f"BM_RandomAllocations/{cell}", "ns": ns}
+
+
+def held_row(mix, held, program="fragmentation", api="async", call=""):
+    return {"program": program, "api": api, "benchmark": f"BM_Fragmentation{call}/{mix}", "ns": {"pool": 1},
+            "counters": {"pool": {"live": 1000, "ideal": 1020, "held": held}}}
+
+
+class Goals(unittest.TestCase):
+    def judged(self, *rows, **options):
+        return {goal["measure"]: (goal["measured"], goal["met"]) for goal in table.goals(summary(*rows, **options))}
+
+    def test_what_was_not_measured_is_left_out(self):
+        self.assertEqual(self.judged(), {})
+
+    def test_the_worst_cell_decides_with_the_setting_of_its_column(self):
+        judged = self.judged(random_row("1000/1", native=100, rmm_pool=80, pool=10, binning=1),
+                             random_row("1000/4", native=100, rmm_pool=300, pool=1, binning=200))
+        worst = "random table by stream, best peer ÷ Cushion, the worst of 2 cells"
+        self.assertEqual(judged[worst], ("0.50×", False))
+        self.assertEqual(judged["the same, geometric mean of 2 cells"], ("2.0×", False))
+
+    def test_native_alone_is_no_peer(self):
+        self.assertEqual(self.judged(random_row("1000/1", native=100, pool=10)), {})
+
+    def test_a_peer_that_tracks_is_none(self):
+        judged = self.judged(random_row("100000/1", rmm_pool_track=1, rmm_pool=1000, rmm_binning=9, pool=2))
+        self.assertEqual(judged["`BM_RandomAllocations/100000/1` by stream, RMM's pool ÷ Cushion's"], ("500×", True))
+        self.assertEqual(judged["`BM_RandomAllocations/100000/1` by stream, RMM's best ÷ Cushion's pool"],
+                         ("4.5×", True))
+
+    def test_tracking_is_reported_at_its_worst_and_judged_on_its_mean(self):
+        judged = self.judged(random_row("1000/1", pool=100, pool_track=100),
+                             random_row("1000/4", pool=100, pool_track=121))
+        self.assertEqual(judged["random table by stream, tracking on ÷ off, geometric mean"], ("1.100", True))
+        self.assertEqual(judged["the same, the worst cell"], ("1.210", None))
+
+    def test_held_over_live(self):
+        column = "random table by stream, column of {} MiB, held ÷ live at peak"
+        judged = self.judged(held_row("uniform_1", 1100), held_row("uniform_64", 1101))
+        self.assertEqual(judged, {column.format(1): ("1.100", True), column.format(64): ("1.101", False)})
+
+    def test_on_the_emulator_only_bytes_count(self):
+        judged = self.judged(held_row("uniform_1", 1050, "driver_pairs", "both", "Async"),
+                             random_row("1000/1", native=100, rmm_pool=80, pool=10), scale="emulator")
+        self.assertEqual(list(judged.values()), [("1.050", True)])
+
+
+if __name__ == "__main__":
+    unittest.main()
