@@ -15,7 +15,7 @@ Arena::Arena(AddressMap& map, Context& context, int index) : pool(map, this), co
 }
 
 Heap* Arena::heap_of(LaneRef by) noexcept try {
-  if (!by.lane->is_stream() || !by.lane->is(by.serial)) return pending;
+  if (by.lane == nullptr || !by.lane->is_stream() || !by.lane->is(by.serial)) return pending;
   Heap*& heap = by.lane->heaps[static_cast<std::size_t>(index_)];
   if (heap == nullptr) {
     heap = pool.make_heap(Order::stream);

@@ -1254,9 +1254,10 @@ std::uint64_t Context::relieve(std::uint64_t patience_ns) {
 }
 
 std::uint64_t Context::unused() noexcept try {
-  const std::uint64_t through = fences_.clean_through();
-  for_each_arena([&](Arena& arena) { arena.clean_up(through); });  // superblocks become whole
   collect();
+  poll();
+  collect();  // superblocks that have become whole
+  const std::uint64_t through = fences_.clean_through();
   for_each_arena([&](Arena& arena) { arena.clean_up(through); });  // and so do segments
   std::lock_guard lock(global().mutex);
   return global().pool.unused();

@@ -38,7 +38,8 @@ inline constexpr std::size_t MiB = 1024 * KiB;
 
 bool under_cushion();  // libcushion.so is mapped into this process
 bool deferred();       // … and runs with CUSHION_FREE=deferred
-bool pooled();         // … and serves from its own pool (CUSHION_ALLOCATOR=pool, the default)
+bool pooled();         // … and serves from memory of its own (every CUSHION_ALLOCATOR but async and cuda)
+bool packs();          // … and rounds requests up to the alignment only (pool and arena)
 
 // --- Memory ----------------------------------------------------------------------------------------------
 

@@ -46,10 +46,14 @@ bool deferred() {
   return under_cushion() && mode != nullptr && std::strcmp(mode, "deferred") == 0;
 }
 
-bool pooled() {
-  const char* allocator = std::getenv("CUSHION_ALLOCATOR");
-  return under_cushion() && (allocator == nullptr || std::strcmp(allocator, "pool") == 0);
+static std::string_view allocator() {
+  const char* name = std::getenv("CUSHION_ALLOCATOR");
+  return name != nullptr ? name : "pool";
 }
+
+bool pooled() { return under_cushion() && allocator() != "async" && allocator() != "cuda"; }
+
+bool packs() { return pooled() && allocator() != "binning"; }
 
 CUdeviceptr allocate(std::size_t size) {
   CUdeviceptr p = 0;
