@@ -16,6 +16,19 @@ namespace cushion {
 
 class Bins {
  public:
+  // Sizes below 32 units have a bin each; above, the bin's first five bits after the leading one name the column.
+  static constexpr unsigned bin_of(std::uint64_t size) noexcept {
+    const std::uint64_t units = size / kUnit;
+    if (units < kColumns) return static_cast<unsigned>(units);
+    const unsigned shift = shift_of(units);
+    return (shift + 1) * kColumns + static_cast<unsigned>(units >> shift) - kColumns;
+  }
+  // The smallest size that is no less than `size` and begins a bin: at most 3 % more.
+  static constexpr std::uint64_t round_up_to_bin(std::uint64_t size) noexcept {
+    const std::uint64_t units = size / kUnit;
+    return units < kColumns ? size : round_up(size, kUnit << shift_of(units));
+  }
+
   bool empty() const noexcept { return rows_ == 0; }
 
   void insert(Block* block) noexcept {
@@ -85,20 +98,16 @@ class Bins {
     return nullptr;
   }
 
+  static constexpr unsigned shift_of(std::uint64_t units) noexcept {
+    return static_cast<unsigned>(std::bit_width(units)) - 1 - kColumnBits;
+  }
+
   static constexpr unsigned kColumnBits = 5;
   static constexpr unsigned kColumns = 1u << kColumnBits;
   static constexpr unsigned kRows = 36;  // up to 2^40 units of 512 bytes
   static constexpr unsigned kBins = kRows * kColumns;
   static constexpr int kLooks = 16;
   static constexpr int kAllLooks = std::numeric_limits<int>::max();
-
-  // Sizes below 32 units have a bin each; above, the bin's first five bits after the leading one name the column.
-  static unsigned bin_of(std::uint64_t size) noexcept {
-    const std::uint64_t units = size / kUnit;
-    if (units < kColumns) return static_cast<unsigned>(units);
-    const auto shift = static_cast<unsigned>(std::bit_width(units)) - 1 - kColumnBits;
-    return (shift + 1) * kColumns + static_cast<unsigned>(units >> shift) - kColumns;
-  }
 
   unsigned next_used(unsigned bin) const noexcept {
     unsigned row = bin / kColumns;

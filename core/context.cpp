@@ -29,14 +29,17 @@ unsigned host_lane() noexcept {
 // The lane that this thread counted in last. Its tally goes to the gauges when the thread turns to another: then a
 // program of one thread has exact peaks.
 constinit thread_local Lane* t_last_lane = nullptr;
-void turn_to(Lane& lane) noexcept {
-  if (t_last_lane == &lane) return;
+void settle_last(Lane& lane) noexcept {
   if (t_last_lane != nullptr) {
     t_last_lane->enter();
     t_last_lane->tally.settle();
     t_last_lane->leave();
   }
   t_last_lane = &lane;
+}
+inline void turn_to(Lane& lane) noexcept {
+  if (t_last_lane != &lane) [[unlikely]]
+    settle_last(lane);
 }
 
 // Errors that say "not while a capture is open": the call touched nothing else.
@@ -100,7 +103,7 @@ Usage Context::usage() const noexcept {
 
 // ---- lanes -------------------------------------------------------------------------------------------------------
 
-LaneRef Context::lane_of(const StreamIdentity* stream) noexcept {
+inline LaneRef Context::lane_of(const StreamIdentity* stream) noexcept {
   if (stream != nullptr) return stream->lane;
   Lane& lane = host_[host_lane()];
   return {&lane, lane.serial()};
@@ -132,7 +135,14 @@ LaneRef Context::find_or_make_lane(const StreamIdentity& stream) {
   return stream.lane;
 }
 
-LaneRef Context::enter_lane(const StreamIdentity* stream) {
+inline LaneRef Context::enter_lane(const StreamIdentity* stream) {
+  LaneRef lane = lane_of(stream);
+  if (lane.lane != nullptr && lane.lane->enter(lane.serial)) [[likely]]
+    return lane;
+  return enter_lane_anew(stream);
+}
+
+LaneRef Context::enter_lane_anew(const StreamIdentity* stream) {
   LaneRef lane = lane_of(stream);
   while (lane.lane == nullptr || !lane.lane->enter(lane.serial)) {
     std::lock_guard lock(mutex_);  // a reset that is under way ends first
@@ -144,16 +154,10 @@ LaneRef Context::enter_lane(const StreamIdentity* stream) {
 void Context::end_lane(Lane& lane) noexcept {
   // First nothing more comes in; then what is in goes where the whole context's fences order it, which cover a
   // destroyed stream's work too.
-  const LaneRef none{&lane, 0};
-  Magazine::Entries entries;
   lane.enter();
   lane.end();
-  while (lane.magazine.drain(entries)) {
-    lane.leave();
-    for (unsigned i = 0; i < entries.count; ++i) give_entry(entries.entry[i], none);
-    lane.enter();
-  }
   lane.leave();
+  drain(lane);
   for_each_arena([&](Arena& arena) { arena.forget(lane); });
   lanes_.erase(lane.identity().id);
   spare_lanes_.push_back(&lane);
@@ -186,11 +190,14 @@ void Context::tidy_lanes() {
 
 // ---- allocation --------------------------------------------------------------------------------------------------
 
-Need Context::need_of(std::uint64_t bytes) const noexcept {
+// Rounded up to what it is cached by, if it is cached.
+inline Need Context::need_of(std::uint64_t bytes) const noexcept {
   if (options().allocator == AllocatorKind::binning && bytes <= options().bin_max.bytes)
     bytes = std::bit_ceil(std::max(bytes, options().bin_min.bytes));
-  const bool big = bytes > kBigRequest;
-  return {round_up(bytes, big ? kBigAlignment : kUnit), big ? kBigAlignment : kUnit};
+  const std::uint64_t alignment = bytes > kBigRequest ? kBigAlignment : kUnit;
+  const std::uint64_t size = round_up(bytes, alignment);
+  const std::uint64_t cached = Bins::round_up_to_bin(size);
+  return {Magazine::caches(cached) && cached <= magazine_limit_ ? cached : size, alignment};
 }
 
 Need Context::superblock_for(const Need& need) const noexcept {
@@ -222,13 +229,13 @@ Arena& Context::arena_of(const Need& need, LaneRef by) {
   return *arena;
 }
 
-bool Context::refuses(std::uint64_t bytes) const noexcept {
+inline bool Context::refuses(std::uint64_t bytes) const noexcept {
   return !serves() || bytes > device_bytes_ ||
          // Without context fences nothing says when a peer's work is complete.
          (shared_.peers.load(std::memory_order_relaxed) && !context_fences());
 }
 
-void Context::hand_out(Block& block, const Request& request) const noexcept {
+inline void Context::hand_out(Block& block, const Request& request) const noexcept {
   block.api = request.api;
   block.live.requested = request.bytes;
   block.live.stream = request.stream != nullptr ? static_cast<std::uint32_t>(request.stream->id) : 0;
@@ -240,12 +247,8 @@ void Context::hand_out(Block& block, const Request& request) const noexcept {
 bool Context::allocate(const Request& request, CUdeviceptr* out) noexcept try {
   if (refuses(request.bytes)) return false;
   const Need need = need_of(request.bytes);
-  const std::uint64_t generation = global().generation();
-  Magazine::Entries displaced;
   const LaneRef by = enter_lane(request.stream);
-  Magazine& magazine = by.lane->magazine;
-  Block* block = magazine.take(need.size, takes_through(*by.lane));
-  if (block == nullptr) magazine.missed(need.size, displaced);
+  Block* block = by.lane->magazine.take(need.size, takes_through(*by.lane));
   if (block != nullptr) {
     hand_out(*block, request);
     block->set(BlockState::live);
@@ -254,7 +257,6 @@ bool Context::allocate(const Request& request, CUdeviceptr* out) noexcept try {
   by.lane->leave();
   turn_to(*by.lane);
   if (block == nullptr) {
-    if (displaced.count != 0) give_back_entries(displaced, by, generation);
     Arena& arena = arena_of(need, by);
     block = take(arena, need, request, by);
     if (block == nullptr) block = search(arena, need, request, by);
@@ -548,7 +550,7 @@ bool Context::fill(const Block& block, const Request& request) noexcept {
 
 // ---- free --------------------------------------------------------------------------------------------------------
 
-CUresult Context::claim(Block* block, std::uint64_t address, Claim& out) const noexcept {
+inline CUresult Context::claim(Block* block, std::uint64_t address, Claim& out) const noexcept {
   const Segment* segment = shared_.map.find(address);
   if (segment == nullptr) return CUDA_ERROR_INVALID_VALUE;
   out = {block, address, segment->arena(), segment->arena()->generation()};
@@ -557,7 +559,7 @@ CUresult Context::claim(Block* block, std::uint64_t address, Claim& out) const n
   return CUDA_SUCCESS;
 }
 
-void Context::give(const Claim& claim, const StreamIdentity* stream, bool clean) {
+inline void Context::give(const Claim& claim, const StreamIdentity* stream, bool clean) {
   Block& block = *claim.block;
   const LaneRef by = enter_lane(stream);
   if (claim.generation != claim.arena->generation()) {  // reset meanwhile: the block is gone
@@ -569,22 +571,26 @@ void Context::give(const Claim& claim, const StreamIdentity* stream, bool clean)
   by.lane->tally.freed(block.live.requested, block.size);
   block.set(BlockState::cached);  // and counted: if it is lost now, it is not counted as lost
   const Magazine::Given given = magazine.give(&block, stamp, magazine_limit_);
-  const bool crowded = given == Magazine::Given::full && magazine.crowded(block.size, magazine_limit_);
   by.lane->leave();
   turn_to(*by.lane);
-  if (given == Magazine::Given::kept) return;
-  {
-    std::lock_guard lock(claim.arena->mutex);
-    if (claim.generation != claim.arena->generation()) return;
-    clean ? claim.arena->give_clean(&block) : claim.arena->give(&block, by, stamp);
+  if (given != Magazine::Given::kept) give_to_arena(claim, by, stamp, given, stream == nullptr);
+}
+
+void Context::give_to_arena(const Claim& claim, LaneRef by, std::uint64_t stamp, Magazine::Given given, bool is_host) {
+  if (given != Magazine::Given::due) {
+    {
+      std::lock_guard lock(claim.arena->mutex);
+      if (claim.generation != claim.arena->generation()) return;
+      stamp == 0 ? claim.arena->give_clean(claim.block) : claim.arena->give(claim.block, by, stamp);
+    }
+    if (claim.arena->index() != 0) return_superblocks(*claim.arena, superblock_size_);
+    if (given == Magazine::Given::crowded) {
+      std::lock_guard lock(mutex_);
+      drain(*by.lane);
+    }
   }
-  if (claim.arena->index() != 0) return_superblocks(*claim.arena, superblock_size_);
-  // One fence cleans everything that a deferring host lane has collected: as many frees as its magazine holds.
-  if (given == Magazine::Given::full && stream == nullptr && !clean) poll(stamp);
-  if (crowded) {
-    std::lock_guard lock(mutex_);
-    drain(*by.lane);
-  }
+  // One fence cleans everything that a deferring host lane has collected.
+  if (given != Magazine::Given::unwanted && is_host && stamp != 0) poll(stamp);
 }
 
 CUresult Context::free(Block* block, std::uint64_t address) noexcept try {
@@ -695,31 +701,26 @@ CUresult Context::free_evented(const Claim& claimed, const StreamIdentity& strea
 
 // ---- giving back what lies in magazines and superblocks ----------------------------------------------------------
 
-void Context::give_entry(const Magazine::Entry& entry, LaneRef by) noexcept {
-  Arena& arena = *shared_.map.find(entry.block->address())->arena();  // a cached block keeps its segment here
-  std::lock_guard lock(arena.mutex);
-  entry.stamp == 0 ? arena.give_clean(entry.block) : arena.give(entry.block, by, entry.stamp);
-}
-
-void Context::give_back_entries(const Magazine::Entries& entries, LaneRef by, std::uint64_t generation) noexcept {
-  std::lock_guard lock(mutex_);
-  if (generation != global().generation()) return;
-  for (unsigned i = 0; i < entries.count; ++i) give_entry(entries.entry[i], by);
+void Context::give_cached(Block* stack, LaneRef by) noexcept {
+  while (stack != nullptr) {
+    Block* block = stack;
+    stack = Magazine::next_of(*block);
+    const std::uint64_t stamp = Magazine::stamp_of(*block);
+    Arena& arena = *shared_.map.find(block->address())->arena();  // a cached block keeps its segment here
+    std::lock_guard lock(arena.mutex);
+    stamp == 0 ? arena.give_clean(block) : arena.give(block, by, stamp);
+  }
 }
 
 bool Context::drain(Lane& lane) noexcept {
-  Magazine::Entries entries;
-  bool any = false;
-  lane.enter();
-  const LaneRef by{&lane, lane.serial()};
-  while (lane.magazine.drain(entries)) {
-    lane.leave();
-    any = true;
-    for (unsigned i = 0; i < entries.count; ++i) give_entry(entries.entry[i], by);
+  for (bool any = false;; any = true) {
     lane.enter();
+    const LaneRef by{&lane, lane.serial()};
+    Block* stack = lane.magazine.drain();
+    lane.leave();
+    if (stack == nullptr) return any;
+    give_cached(stack, by);
   }
-  lane.leave();
-  return any;
 }
 
 bool Context::collect() {
@@ -1133,11 +1134,10 @@ void Context::stream_going(const StreamIdentity& stream) {
 // forget their memory, the global one first (refill() builds on that).
 void Context::discard() {
   std::lock_guard lock(mutex_);
-  Magazine::Entries lost;
   const auto end = [&](Lane& lane) {
     lane.enter();
     lane.end();
-    while (lane.magazine.drain(lost)) {
+    while (lane.magazine.drain() != nullptr) {
     }
     lane.leave();
     lane.queries = 0;
@@ -1151,10 +1151,10 @@ void Context::discard() {
   lanes_.clear();
   for_each_arena([&](Arena& arena) {
     if (arena.index() == 0) gauges_.held.subtract(arena.pool.held());
-    arena.pool.for_each_live([&](const Block& block) {
+    arena.pool.for_each_live([&](const Pool::LiveBlock& block) {
       count(shared_.counters.reset_blocks);
-      count(shared_.counters.reset_bytes, block.live.requested);
-      gauges_.requested.subtract(block.live.requested);
+      count(shared_.counters.reset_bytes, block.requested);
+      gauges_.requested.subtract(block.requested);
       gauges_.handed_out.subtract(block.size);
     });
     arena.abandon();

@@ -146,15 +146,16 @@ class Context {
   bool context_fences() const noexcept;
 
   // ---- lanes
-  LaneRef lane_of(const StreamIdentity* stream) noexcept;   // as remembered: to be entered
-  LaneRef enter_lane(const StreamIdentity* stream);         // entered: the caller leaves it
+  LaneRef lane_of(const StreamIdentity* stream) noexcept;  // as remembered: to be entered
+  LaneRef enter_lane(const StreamIdentity* stream);        // entered: the caller leaves it
+  LaneRef enter_lane_anew(const StreamIdentity* stream);
   LaneRef find_or_make_lane(const StreamIdentity& stream);  // with the context's lock held
   void end_lane(Lane& lane) noexcept;                       // likewise
   bool drain(Lane& lane) noexcept;                          // likewise: empties its magazine; whether it held any
-  void give_entry(const Magazine::Entry& entry, LaneRef by) noexcept;  // likewise
+  void give_cached(Block* stack, LaneRef by) noexcept;      // likewise: to its arena, each of the stack
   void tidy_lanes();
   std::uint64_t takes_through(const Lane& lane) const noexcept {
-    return lane.is_stream() ? ~std::uint64_t{0} : fences_.clean_through();
+    return lane.is_stream() ? Magazine::kAnyStamp : fences_.clean_through();
   }
 
   // ---- allocation
@@ -185,7 +186,7 @@ class Context {
   CUresult claim(Block* block, std::uint64_t address, Claim& out) const noexcept;
   // Gives a claimed block back: into its lane's magazine, else to its arena. `stream`: null for cudaFree.
   void give(const Claim& claim, const StreamIdentity* stream, bool clean);
-  void give_back_entries(const Magazine::Entries& entries, LaneRef by, std::uint64_t generation) noexcept;
+  void give_to_arena(const Claim& claim, LaneRef by, std::uint64_t stamp, Magazine::Given given, bool is_host);
   bool return_superblocks(Arena& arena, std::uint64_t keep);  // to the global arena; whether there were any
   bool collect();  // empties every magazine, returns every idle superblock; whether there was anything
   CUresult free_evented(const Claim& claim, const StreamIdentity& stream, Context& stream_context);

@@ -1,120 +1,121 @@
-// Magazine: the cache of freed blocks in front of a lane (lane.h), by exact size, so that the common pair of an
-// allocation and a free takes no shared lock and touches no bins (about 10 ns both ways).
+// Magazine: the cache of freed blocks in front of a lane (lane.h), by size class, so that the common allocation and
+// free take no shared lock, touch no bins and merge nothing (about 10 ns both ways).
 //
-// What it caches is decided by allocations alone: a slot belongs to a size that its lane allocates again and again, and
-// loses it to another size that is asked for more often. A thread or stream that only frees caches nothing, so blocks
-// that one allocates and another frees go to the arena, where everybody finds them; and a load without repeated sizes
-// does not pass through here at all. What is cached is bounded by CUSHION_MAGAZINE_SIZE a lane, and the context empties
-// every magazine before it asks the driver for memory or gives some back.
+// Classes are the bins' steps, 3 % apart; requests are rounded up to them (Context::need_of), so that a block of a
+// class serves every request of it. A class is cached once its lane has allocated from it: a thread or stream that only
+// frees caches nothing, and blocks that one allocates and another frees go to the arena, where everybody finds them.
+// What is cached is bounded by CUSHION_MAGAZINE_SIZE a lane, and the context empties every magazine before it asks the
+// driver for memory or gives some back.
 //
-// An entry carries the stamp of its free (fence.h): 0 is clean. Its lane decides who it is good for. Oldest entries are
-// cleanest, newest warmest in the processor's caches. Not thread safe: the lane's lock protects it.
+// Invariant: a block carries the stamp of its free (fence.h; 0 is clean), and stamps of one lane never get younger. So
+// of `fresh`, a stack, all is clean once the newest is; then it becomes `ready`. What is not clean yet is good for the
+// stream that it was freed on only: its lane says so by `through`.
+//
+// Not thread safe: the lane's lock protects it. Blocks are linked through their Live fields, which mean nothing while
+// they are cached.
 #pragma once
 
-#include <array>
 #include <cstdint>
-#include <new>
+#include <utility>
 
+#include "core/bins.h"
 #include "core/block.h"
+#include "core/slab.h"
 
 namespace cushion {
 
 class Magazine {
  public:
-  static constexpr unsigned kDepth = 64;  // blocks of one size
+  static constexpr std::uint64_t kLargest = std::uint64_t{32} << 20;  // bytes; larger blocks are not cached
+  static constexpr std::uint64_t kAnyStamp = ~std::uint64_t{0};
+  static constexpr unsigned kBatch = 64;  // so many unclean frees of a class are worth a fence
 
-  struct Entry {
-    Block* block;
-    std::uint64_t stamp;
-  };
-  struct Entries {        // what left a slot
-    Entry entry[kDepth];  // not initialised: it lies on the allocation path
-    unsigned count = 0;
-  };
+  static bool caches(std::uint64_t size) noexcept { return size <= kLargest; }
 
-  // A block of exactly `size` bytes freed no later than `through`; null if there is none.
+  // A block of the class of `size` freed no later than `through`; null if there is none.
   Block* take(std::uint64_t size, std::uint64_t through) noexcept {
-    Slot& slot = slot_of(size);
-    if (slot.size != size || slot.count == 0) return nullptr;
-    unsigned at = slot.first + slot.count - 1u;
-    if (slot.ring[at % kDepth].stamp > through) {
-      at = slot.first;
-      if (slot.ring[at % kDepth].stamp > through) return nullptr;
-      ++slot.first;
+    if (!caches(size) || (slots_ == nullptr && !open())) return nullptr;
+    Slot& slot = slots_[Bins::bin_of(size)];
+    slot.wanted = true;
+    Stack* from = &slot.fresh;
+    if (from->top == nullptr || stamp_of(*from->top) > through) {
+      from = &slot.ready;
+    } else if (through != kAnyStamp && slot.ready.top == nullptr) {
+      slot.ready = std::exchange(slot.fresh, {});
+      from = &slot.ready;
     }
-    if (slot.heat < kHottest) ++slot.heat;
-    --slot.count;
-    bytes_ -= size;
-    return slot.ring[at % kDepth].block;
-  }
-  // An allocation found nothing: its size may take the slot over, and what that held is then in `displaced`.
-  void missed(std::uint64_t size, Entries& displaced) noexcept {
-    Slot& slot = slot_of(size);
-    if (slot.size == size) {
-      if (slot.heat < kHottest) ++slot.heat;
-    } else if (slot.heat != 0) {
-      --slot.heat;
-    } else {
-      empty(slot, displaced);
-      slot.size = size;
-      slot.heat = 1;
-    }
+    Block* block = from->top;
+    if (block == nullptr) return nullptr;
+    from->top = next_of(*block);
+    --from->count;
+    from->bytes -= block->size;
+    bytes_ -= block->size;
+    if (from->top != nullptr) __builtin_prefetch(from->top, 1);
+    return block;
   }
 
-  enum class Given { kept, unwanted, full };
-  // Caches a block, unless its size has no slot here or there is no room: at most `limit` bytes in all.
+  enum class Given {
+    kept,
+    due,       // kept; a fence would clean a batch now
+    unwanted,  // its class is not allocated here
+    full,      // no room
+    crowded,   // no room, all of it taken by other classes
+  };
   Given give(Block* block, std::uint64_t stamp, std::uint64_t limit) noexcept {
-    Slot& slot = slot_of(block->size);
-    if (slot.size != block->size || slot.heat < kWarm || block->size > limit) return Given::unwanted;
-    if (slot.count == kDepth || bytes_ > limit - block->size) return Given::full;
-    if (slot.ring == nullptr && (slot.ring = new (std::nothrow) Entry[kDepth]) == nullptr) return Given::unwanted;
-    slot.ring[(slot.first + slot.count++) % kDepth] = {block, stamp};
+    if (!caches(block->size) || slots_ == nullptr) return Given::unwanted;
+    Slot& slot = slots_[Bins::bin_of(block->size)];
+    if (!slot.wanted || block->size > limit) return Given::unwanted;
+    if (bytes_ > limit - block->size) return slot.ready.count + slot.fresh.count != 0 ? Given::full : Given::crowded;
+    Stack& to = stamp == 0 ? slot.ready : slot.fresh;
+    block->live.requested = reinterpret_cast<std::uintptr_t>(to.top);
+    block->live.time = stamp;
+    to.top = block;
+    to.bytes += block->size;
     bytes_ += block->size;
-    return Given::kept;
-  }
-  // Whether most of the room is taken by other sizes than this.
-  bool crowded(std::uint64_t size, std::uint64_t limit) noexcept {
-    const Slot& slot = slot_of(size);
-    return bytes_ - (slot.size == size ? slot.count * size : 0) > limit / 2;
+    return ++to.count % kBatch == 0 && stamp != 0 ? Given::due : Given::kept;
   }
 
   bool empty() const noexcept { return bytes_ == 0; }
-  // Takes out everything that one slot holds; false once nothing is left.
-  bool drain(Entries& out) noexcept {
-    out.count = 0;
-    if (bytes_ == 0) return false;
-    for (Slot& slot : slots_) {
-      if (slot.count == 0) continue;
-      empty(slot, out);
-      break;
+  // Takes out one stack, linked by next_of(); null once nothing is left. What is emptied must be wanted again.
+  Block* drain() noexcept {
+    if (bytes_ == 0) return nullptr;
+    for (unsigned i = 0; i < kSlots; ++i) {
+      slots_[i].wanted = false;
+      for (Stack* stack : {&slots_[i].ready, &slots_[i].fresh}) {
+        Block* top = stack->top;
+        if (top == nullptr) continue;
+        bytes_ -= stack->bytes;
+        *stack = {};
+        return top;
+      }
     }
-    return true;
+    return nullptr;
   }
+  static Block* next_of(const Block& block) noexcept {
+    return reinterpret_cast<Block*>(static_cast<std::uintptr_t>(block.live.requested));
+  }
+  static std::uint64_t stamp_of(const Block& block) noexcept { return block.live.time; }
 
  private:
-  static constexpr unsigned kSlotBits = 6;
-  static constexpr std::uint8_t kWarm = 2;  // from here on its blocks are cached: it came again before another
-  static constexpr std::uint8_t kHottest = 4;
-  struct Slot {
-    std::uint64_t size = 0;
-    Entry* ring = nullptr;  // made at the first give, and kept: lanes are never destroyed
-    std::uint16_t first = 0;
-    std::uint16_t count = 0;
-    std::uint8_t heat = 0;  // how often its size was asked for lately, against others that want the slot
+  struct Stack {
+    Block* top = nullptr;
+    std::uint64_t count = 0;
+    std::uint64_t bytes = 0;
   };
+  struct Slot {
+    Stack ready;  // clean
+    Stack fresh;  // by stamp, the latest on top
+    bool wanted = false;
+  };
+  static constexpr unsigned kSlots = Bins::bin_of(kLargest) + 1;
 
-  static unsigned index_of(std::uint64_t size) noexcept {
-    return static_cast<unsigned>((size / kUnit * 0x9E3779B97F4A7C15u) >> (64 - kSlotBits));
-  }
-  Slot& slot_of(std::uint64_t size) noexcept { return slots_[index_of(size)]; }
-
-  void empty(Slot& slot, Entries& out) noexcept {
-    for (; slot.count != 0; --slot.count) out.entry[out.count++] = slot.ring[slot.first++ % kDepth];
-    bytes_ -= out.count * slot.size;
+  bool open() noexcept {
+    slots_ = static_cast<Slot*>(map_pages(kSlots * sizeof(Slot)));  // zero pages: empty slots
+    return slots_ != nullptr;
   }
 
   std::uint64_t bytes_ = 0;
-  std::array<Slot, std::size_t{1} << kSlotBits> slots_{};
+  Slot* slots_ = nullptr;  // made at the first allocation, and kept: lanes are never destroyed
 };
 
 }  // namespace cushion

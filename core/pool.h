@@ -6,6 +6,7 @@
 // every function wants the arena's lock held.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <vector>
 
@@ -62,13 +63,24 @@ class Pool {
   // Whether every invariant holds (block.h, heap.h, the sums above). For tests and debug builds: walks everything.
   bool valid() const noexcept;
 
-  // Calls visit(const Block&) for each block in the program's hands.
+  // Calls visit(const LiveBlock&) for each block in the program's hands. Such blocks change hands without the arena's
+  // lock: one that does so while it is read is left out.
+  struct LiveBlock {
+    std::uint64_t size;
+    std::uint64_t requested;
+    std::uint64_t time;
+    std::uint32_t stream;
+    Api api;
+  };
   template <class Visit>
   void for_each_live(Visit visit) const noexcept {
     for (const Segment* s = segments_; s != nullptr; s = s->next) {
       for (const Block* b = s->first; b != nullptr; b = b->upper) {
         const BlockState state = b->state();
-        if ((state == BlockState::live || state == BlockState::freeing) && b->api != Api::superblock) visit(*b);
+        if ((state != BlockState::live && state != BlockState::freeing) || b->api == Api::superblock) continue;
+        const LiveBlock live{b->size, b->live.requested, b->live.time, b->live.stream, b->api};
+        std::atomic_thread_fence(std::memory_order_acquire);  // what was read is as old as this second look
+        if (b->state() == state) visit(live);
       }
     }
   }

@@ -127,8 +127,8 @@ class LiveList {
     bool all = true;
     runtime.shared().for_each_context([&](Context& context) {
       all = context.inspect(patience, [&](const Pool& pool) {
-        pool.for_each_live([&](const Block& b) {
-          each(LiveGroup{b.live.requested, 1, b.live.time, b.live.stream, context.device(), b.api, false});
+        pool.for_each_live([&](const Pool::LiveBlock& b) {
+          each(LiveGroup{b.requested, 1, b.time, b.stream, context.device(), b.api, false});
         });
       }) && all;
     });

@@ -29,12 +29,6 @@ struct ContextCache {
   Context* context;
   std::uint64_t epoch;
 };
-struct StreamCache {
-  StreamIdentity identity;
-  CUcontext current;  // for handles 0, 1 and 2, which mean another stream in each context
-  Context* context;
-  std::uint64_t epoch;
-};
 constexpr std::size_t kStreamCaches = 8;
 constinit thread_local ContextCache t_context{};
 constinit thread_local StreamCache t_streams[kStreamCaches]{};
@@ -176,40 +170,51 @@ Context* Runtime::current_context() noexcept {
 }
 
 CUresult Runtime::identify(CUstream stream, const StreamIdentity*& identity, Context*& context) noexcept {
-  const Driver& driver = shared_.driver;
-  InsideDriver inside;
-  const bool special = is_legacy(stream) || is_per_thread(stream);
-  CUcontext current = nullptr;
-  CUresult result = special ? driver.cuCtxGetCurrent(&current) : CUDA_SUCCESS;
-  if (result != CUDA_SUCCESS) return result;
-  if (special && current == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
-  const std::uint64_t epoch = shared_.handle_epoch.load(std::memory_order_acquire);
   StreamCache& cache = t_streams[(reinterpret_cast<std::uintptr_t>(stream) >> 4) % kStreamCaches];
-  if (cache.identity.handle != stream || cache.current != current || cache.epoch != epoch || cache.context == nullptr) {
-    StreamCache fresh{{stream, kLegacyId, 0, {}}, current, nullptr, epoch};
-    CUcontext owner = current;
-    if (!special) {
-      if (driver.cuStreamGetCtx == nullptr) return CUDA_ERROR_NOT_SUPPORTED;
-      result = driver.cuStreamGetCtx(stream, &owner);
-      if (result != CUDA_SUCCESS) return result;
+  const std::uint64_t epoch = shared_.handle_epoch.load(std::memory_order_acquire);
+  CUcontext current = nullptr;
+  if (is_legacy(stream) || is_per_thread(stream)) {
+    InsideDriver inside;
+    const CUresult result = shared_.driver.cuCtxGetCurrent(&current);
+    if (result != CUDA_SUCCESS) return result;
+    if (current == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
+  }
+  if (cache.identity.handle != stream || cache.current != current || cache.epoch != epoch || cache.context == nullptr)
+      [[unlikely]] {
+    cache = {{stream, kLegacyId, 0, {}}, current, nullptr, epoch};
+    if (const CUresult result = ask_identity(cache); result != CUDA_SUCCESS) {
+      cache = {};
+      return result;
     }
-    if (!is_legacy(stream)) {
-      // Before driver 12.0 there are no ids. A handle serves: the destroy hook ends its heap before it is reused.
-      unsigned long long id = is_per_thread(stream) ? static_cast<std::uint64_t>(thread_id()) | std::uint64_t{1} << 63
-                                                    : reinterpret_cast<std::uintptr_t>(stream);
-      if (driver.cuStreamGetId != nullptr) result = driver.cuStreamGetId(stream, &id);
-      if (result != CUDA_SUCCESS) return result;
-      fresh.identity.id = id;
-    }
-    if (is_per_thread(stream)) {
-      fresh.identity.owner_thread = thread_id();
-      shared_.streams.lose();  // only its own thread can ask it
-    }
-    fresh.context = context_of(owner);
-    cache = fresh;
   }
   identity = &cache.identity;
   context = cache.context;
+  return CUDA_SUCCESS;
+}
+
+CUresult Runtime::ask_identity(StreamCache& cache) noexcept {
+  const Driver& driver = shared_.driver;
+  const CUstream stream = cache.identity.handle;
+  InsideDriver inside;
+  CUcontext owner = cache.current;
+  if (owner == nullptr) {
+    if (driver.cuStreamGetCtx == nullptr) return CUDA_ERROR_NOT_SUPPORTED;
+    if (const CUresult result = driver.cuStreamGetCtx(stream, &owner); result != CUDA_SUCCESS) return result;
+  }
+  if (!is_legacy(stream)) {
+    // Before driver 12.0 there are no ids. A handle serves: the destroy hook ends its lane before it is reused.
+    unsigned long long id = is_per_thread(stream) ? static_cast<std::uint64_t>(thread_id()) | std::uint64_t{1} << 63
+                                                  : reinterpret_cast<std::uintptr_t>(stream);
+    if (driver.cuStreamGetId != nullptr) {
+      if (const CUresult result = driver.cuStreamGetId(stream, &id); result != CUDA_SUCCESS) return result;
+    }
+    cache.identity.id = id;
+  }
+  if (is_per_thread(stream)) {
+    cache.identity.owner_thread = thread_id();
+    shared_.streams.lose();  // only its own thread can ask it
+  }
+  cache.context = context_of(owner);
   return CUDA_SUCCESS;
 }
 

@@ -34,6 +34,14 @@ struct ForeignBlock {
   bool freeing = false;       // its free is under way; a second one is an error
 };
 
+// What a thread knows of a stream's handle, until a stream or context goes (Shared::handle_epoch).
+struct StreamCache {
+  StreamIdentity identity;
+  CUcontext current;  // for handles 0, 1 and 2, which mean another stream in each context
+  Context* context;
+  std::uint64_t epoch;
+};
+
 class Runtime {
  public:
   constexpr Runtime() = default;
@@ -139,6 +147,7 @@ class Runtime {
   // The driver's error for a bad stream; success and a null context for a stream of a context that is not served.
   // `identity` is this thread's, good until it identifies another stream.
   CUresult identify(CUstream stream, const StreamIdentity*& identity, Context*& context) noexcept;
+  CUresult ask_identity(StreamCache& cache) noexcept;
 
   // The async allocator's blocks. An allocation of them is false where it is the driver's call; a free is nothing where
   // the pointer is no such block.

@@ -19,12 +19,15 @@ inline void* map_pages(std::size_t bytes) noexcept {
 template <class Record>
 class Slab {
  public:
-  // A value-initialised record, or null when the host is out of memory.
+  // A value-initialised record, or null when the host is out of memory. Memory is touched only when it is first used.
   Record* make() noexcept {
-    if (free_ == nullptr && !grow()) return nullptr;
-    Node* node = free_;
-    free_ = node->next;
-    return new (node) Record{};
+    if (free_ != nullptr) {
+      Node* node = free_;
+      free_ = node->next;
+      return new (node) Record{};
+    }
+    if (fresh_ == end_ && !grow()) return nullptr;
+    return new (fresh_++) Record{};
   }
   void recycle(Record* record) noexcept {
     Node* node = new (static_cast<void*>(record)) Node{free_};
@@ -36,18 +39,19 @@ class Slab {
     Node* next;
   };
   static_assert(sizeof(Record) >= sizeof(Node));
-  static constexpr std::size_t kPiece = std::size_t{1} << 20;
+  static constexpr std::size_t kPiece = (std::size_t{1} << 20) / sizeof(Record);  // records
 
   bool grow() noexcept {
-    auto* piece = static_cast<std::byte*>(map_pages(kPiece));
+    auto* piece = static_cast<Record*>(map_pages(kPiece * sizeof(Record)));
     if (piece == nullptr) return false;
-    for (std::size_t at = kPiece / sizeof(Record); at-- > 0;) {
-      free_ = new (static_cast<void*>(piece + at * sizeof(Record))) Node{free_};
-    }
+    fresh_ = piece;
+    end_ = piece + kPiece;
     return true;
   }
 
   Node* free_ = nullptr;
+  Record* fresh_ = nullptr;  // the part of the last piece that was never used
+  Record* end_ = nullptr;
 };
 
 }  // namespace cushion

@@ -17,12 +17,16 @@ namespace cushion {
 class SpinLock {
  public:
   void lock() noexcept {
-    for (int tries = 0; !try_lock(); ++tries) wait(tries);
+    if (!try_lock()) [[unlikely]]
+      wait_for_it();
   }
   bool try_lock() noexcept { return !locked_.exchange(true, std::memory_order_seq_cst); }
   void unlock() noexcept { locked_.store(false, std::memory_order_release); }
 
  private:
+  [[gnu::noinline]] void wait_for_it() noexcept {
+    for (int tries = 0; !try_lock(); ++tries) wait(tries);
+  }
   void wait(int tries) const noexcept {
     for (int i = 0; i < kSpins; ++i) {
       if (!locked_.load(std::memory_order_relaxed)) return;

@@ -1,10 +1,10 @@
 // Runtime hooks: a fast path for programs that use a shared libcudart, past the runtime's own bookkeeping.
 //
-// Invariant: only a call that succeeds, and that the runtime would have sent to the context that is current now, is
-// answered here; its outcome leaves no trace in the runtime, natively neither. Everything else goes through the real
-// runtime and is caught at driver level: errors (so that cudaGetLastError is right), a thread's first call, the first
-// after cudaSetDevice, a context that the runtime was not seen to use, an open capture, and all calls once the process
-// is exiting (so that they answer "unloading" when the runtime does).
+// Invariant: only a call that succeeds, and that the runtime would have sent to the context that is current now or that
+// the call itself names, is answered here; its outcome leaves no trace in the runtime, natively neither. Everything
+// else goes through the real runtime and is caught at driver level: errors (so that cudaGetLastError is right), a
+// thread's first call, the first after cudaSetDevice, a context that the runtime was not seen to use, an open capture,
+// and all calls once the process is exiting (so that they answer "unloading" when the runtime does).
 #include <dlfcn.h>
 #include <driver_types.h>
 #include <link.h>
@@ -36,12 +36,20 @@ CUcontext current_context() noexcept {
   return runtime().shared().driver.cuCtxGetCurrent(&now) == CUDA_SUCCESS ? now : nullptr;
 }
 
+// A call that names its context, by a stream of the program's or by a block, does not depend on the current one.
 Runtime* fast_path() noexcept {
   Runtime* rt = serving();
   if (rt == nullptr || t_seen.context == nullptr || g_exiting.load(std::memory_order_relaxed)) return nullptr;
   const Shared& shared = rt->shared();
-  if (shared.gate.may_be_open() || t_seen.epoch != shared.handle_epoch.load(std::memory_order_acquire)) return nullptr;
-  return current_context() == t_seen.context ? rt : nullptr;
+  const bool good = !shared.gate.may_be_open() && t_seen.epoch == shared.handle_epoch.load(std::memory_order_acquire);
+  return good ? rt : nullptr;
+}
+Runtime* fast_path_in_current() noexcept {
+  Runtime* rt = fast_path();
+  return rt != nullptr && current_context() == t_seen.context ? rt : nullptr;
+}
+Runtime* fast_path(CUstream stream) noexcept {
+  return is_legacy(stream) || is_per_thread(stream) ? fast_path_in_current() : fast_path();
 }
 
 // After a call that the real runtime answered. Our exit handler is registered after the runtime's own, which it
@@ -118,7 +126,7 @@ cudaError_t call_real(Found& last, const char* name, const void* caller, const v
 }
 
 bool malloc_async(void** out, std::size_t bytes, CUstream stream) noexcept {
-  Runtime* rt = fast_path();
+  Runtime* rt = fast_path(stream);
   CUdeviceptr address = 0;
   if (rt == nullptr || out == nullptr) return false;
   if (!rt->malloc_async(&address, bytes, stream)) return false;
@@ -127,7 +135,7 @@ bool malloc_async(void** out, std::size_t bytes, CUstream stream) noexcept {
 }
 
 bool free_async(void* pointer, CUstream stream) noexcept {
-  Runtime* rt = pointer != nullptr ? fast_path() : nullptr;
+  Runtime* rt = pointer != nullptr ? fast_path(stream) : nullptr;
   return rt != nullptr && rt->free_async(reinterpret_cast<CUdeviceptr>(pointer), stream) == CUDA_SUCCESS;
 }
 
@@ -143,7 +151,7 @@ using namespace cushion;
   }()
 
 cudaError_t hook_cudaMalloc(void** out, std::size_t bytes) noexcept {
-  if (Runtime* rt = out != nullptr ? fast_path() : nullptr) {
+  if (Runtime* rt = out != nullptr ? fast_path_in_current() : nullptr) {
     CUdeviceptr address = 0;
     if (rt->malloc(&address, bytes, Api::malloc)) {
       *out = reinterpret_cast<void*>(address);

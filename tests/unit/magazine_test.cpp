@@ -1,4 +1,5 @@
-// Magazine: it caches what is allocated again and again, hands a block out once, and never more than it may hold.
+// Magazine: it caches what is allocated, hands a block out once and only to who may have it, and never holds more than
+// it may.
 #include "core/magazine.h"
 
 #include <gtest/gtest.h>
@@ -11,7 +12,7 @@ namespace cushion {
 namespace {
 
 constexpr std::uint64_t kNoLimit = ~std::uint64_t{0};
-constexpr std::uint64_t kAnyStamp = ~std::uint64_t{0};
+constexpr std::uint64_t kAny = Magazine::kAnyStamp;
 
 class MagazineTest : public testing::Test {
  protected:
@@ -20,134 +21,130 @@ class MagazineTest : public testing::Test {
     made.size = size;
     return &made;
   }
-  // As a lane allocates: null is a miss, which the magazine was told.
-  Block* allocate(std::uint64_t size, std::uint64_t through = kAnyStamp) {
-    Block* found = magazine.take(size, through);
-    if (found == nullptr) magazine.missed(size, displaced);
-    return found;
-  }
-  // So often that its blocks are cached.
-  void warm(std::uint64_t size) {
-    for (int i = 0; i < 16; ++i) allocate(size);
-  }
+  void want(std::uint64_t size) { EXPECT_EQ(magazine.take(size, kAny), nullptr); }
   Magazine::Given give(Block* b, std::uint64_t stamp = 0, std::uint64_t limit = kNoLimit) {
     return magazine.give(b, stamp, limit);
   }
 
   Magazine magazine;
-  Magazine::Entries displaced;
 
  private:
   std::deque<Block> blocks_;
 };
 
-TEST_F(MagazineTest, ASizeThatWasAskedForOnceIsNotCached) {
-  allocate(1024);
+TEST(Classes, EverySizeRoundsUpToTheBeginningOfABinAtMostThreePercentAway) {
+  for (std::uint64_t size = kUnit; size <= 4 * Magazine::kLargest; size += size < 1 << 20 ? kUnit : 8191 * kUnit) {
+    const std::uint64_t rounded = Bins::round_up_to_bin(size);
+    ASSERT_GE(rounded, size);
+    ASSERT_LE(rounded - size, size / 32) << size;
+    ASSERT_EQ(Bins::round_up_to_bin(rounded), rounded) << size;
+    ASSERT_EQ(rounded % kUnit, 0u);
+    if (rounded > kUnit) {
+      ASSERT_LT(Bins::bin_of(rounded - kUnit), Bins::bin_of(rounded)) << size;
+    }
+    if (size > kBigRequest && size % kBigAlignment == 0) {
+      ASSERT_EQ(rounded % kBigAlignment, 0u);
+    }
+  }
+}
+
+TEST_F(MagazineTest, WhatIsOnlyFreedIsNotCached) {
+  EXPECT_EQ(give(block(1024)), Magazine::Given::unwanted);
+  want(2048);
   EXPECT_EQ(give(block(1024)), Magazine::Given::unwanted);
   EXPECT_TRUE(magazine.empty());
 }
 
-TEST_F(MagazineTest, WhatIsOnlyFreedIsNotCached) {
-  for (int i = 0; i < 100; ++i) EXPECT_EQ(give(block(1024)), Magazine::Given::unwanted);
-}
-
-TEST_F(MagazineTest, ASizeThatCameAgainIsCachedAndComesBackOnce) {
-  warm(1024);
+TEST_F(MagazineTest, ABlockComesBackOnceAndToItsClassAlone) {
+  want(1024);
   Block* b = block(1024);
   EXPECT_EQ(give(b), Magazine::Given::kept);
-  EXPECT_EQ(allocate(2048), nullptr);
-  EXPECT_EQ(allocate(1024), b);
-  EXPECT_EQ(allocate(1024), nullptr);
+  EXPECT_EQ(magazine.take(512, kAny), nullptr);
+  EXPECT_EQ(magazine.take(1536, kAny), nullptr);
+  EXPECT_EQ(magazine.take(1024, 0), b);
+  EXPECT_EQ(magazine.take(1024, kAny), nullptr);
   EXPECT_TRUE(magazine.empty());
 }
 
-TEST_F(MagazineTest, OnlyWhatWasFreedEarlyEnoughIsHandedOut) {
-  warm(512);
+TEST_F(MagazineTest, BlocksThatAreTooLargeAreNotCached) {
+  EXPECT_EQ(magazine.take(2 * Magazine::kLargest, kAny), nullptr);
+  EXPECT_EQ(give(block(2 * Magazine::kLargest)), Magazine::Given::unwanted);
+  want(Magazine::kLargest);
+  EXPECT_EQ(give(block(Magazine::kLargest)), Magazine::Given::kept);
+}
+
+TEST_F(MagazineTest, AStreamHasItsOwnFreesAtOnceTheNewestFirst) {
+  want(512);
+  Block* first = block(512);
+  Block* second = block(512);
+  give(first, 5);
+  give(second, 9);
+  EXPECT_EQ(magazine.take(512, kAny), second);
+  EXPECT_EQ(magazine.take(512, kAny), first);
+}
+
+TEST_F(MagazineTest, AHostLaneHasWhatIsCleanAndNothingElse) {
+  want(512);
   Block* early = block(512);
   Block* late = block(512);
   give(early, 5);
   give(late, 9);
-  EXPECT_EQ(allocate(512, 4), nullptr);
-  EXPECT_EQ(allocate(512, 5), early);
-  EXPECT_EQ(allocate(512, 8), nullptr);
-  EXPECT_EQ(allocate(512, 9), late);
+  EXPECT_EQ(magazine.take(512, 4), nullptr);
+  EXPECT_EQ(magazine.take(512, 8), nullptr);  // of the stack only the top is looked at
+  EXPECT_EQ(magazine.take(512, 9), late);
+  Block* later = block(512);
+  give(later, 12);
+  EXPECT_EQ(magazine.take(512, 9), early);  // found clean together with what lay above it
+  EXPECT_EQ(magazine.take(512, 9), nullptr);
+  EXPECT_EQ(magazine.take(512, 12), later);
 }
 
-TEST_F(MagazineTest, TheNewestThatIsCleanComesFirst) {
-  warm(512);
-  std::vector<Block*> blocks;
-  for (std::uint64_t stamp = 1; stamp <= 3; ++stamp) {
-    blocks.push_back(block(512));
-    give(blocks.back(), stamp);
-  }
-  EXPECT_EQ(allocate(512), blocks[2]);
-  EXPECT_EQ(allocate(512, 1), blocks[0]);
-  EXPECT_EQ(allocate(512), blocks[1]);
+TEST_F(MagazineTest, WhatWasFreedCleanNeverWaits) {
+  want(512);
+  Block* unclean = block(512);
+  Block* clean = block(512);
+  give(unclean, 7);
+  give(clean);
+  EXPECT_EQ(magazine.take(512, 0), clean);
+  EXPECT_EQ(magazine.take(512, 6), nullptr);
 }
 
-TEST_F(MagazineTest, IsFullAtItsDepthAndAtItsLimit) {
-  warm(512);
-  for (unsigned i = 0; i < Magazine::kDepth; ++i) EXPECT_EQ(give(block(512)), Magazine::Given::kept);
-  EXPECT_EQ(give(block(512)), Magazine::Given::full);
-  warm(1 << 20);
-  EXPECT_EQ(give(block(1 << 20), 0, (1 << 20) + 512 * Magazine::kDepth), Magazine::Given::kept);
-  EXPECT_EQ(give(block(1 << 20), 0, (1 << 20) + 512 * Magazine::kDepth), Magazine::Given::full);
-  EXPECT_EQ(give(block(1 << 20), 0, (1 << 20) - 512), Magazine::Given::unwanted);
+TEST_F(MagazineTest, ABatchOfUncleanFreesIsDueAndOfCleanOnesNever) {
+  want(512);
+  for (unsigned i = 1; i <= 3 * Magazine::kBatch; ++i)
+    EXPECT_EQ(give(block(512), i), i % Magazine::kBatch == 0 ? Magazine::Given::due : Magazine::Given::kept) << i;
+  for (unsigned i = 1; i <= 3 * Magazine::kBatch; ++i) EXPECT_EQ(give(block(512)), Magazine::Given::kept);
 }
 
-TEST_F(MagazineTest, ARingThatGoesRoundLosesNothing) {
-  warm(512);
-  std::deque<Block*> inside;
-  for (int i = 0; i < 1000; ++i) {
-    inside.push_back(block(512));
-    ASSERT_EQ(give(inside.back(), static_cast<std::uint64_t>(i) + 1), Magazine::Given::kept);
-    if (i % 3 == 0 || inside.size() == Magazine::kDepth) {  // the oldest only: as a host lane that waits for fences
-      ASSERT_EQ(allocate(512, static_cast<std::uint64_t>(i) + 2 - inside.size()), inside.front());
-      inside.pop_front();
-    }
-  }
+TEST_F(MagazineTest, HoldsNoMoreThanItsLimitAndSaysWhoseRoomItIs) {
+  want(1024);
+  want(2048);
+  EXPECT_EQ(give(block(1024), 0, 2048), Magazine::Given::kept);
+  EXPECT_EQ(give(block(2048), 0, 2048), Magazine::Given::crowded);
+  EXPECT_EQ(give(block(1024), 0, 2048), Magazine::Given::kept);
+  EXPECT_EQ(give(block(1024), 0, 2048), Magazine::Given::full);
+  EXPECT_EQ(give(block(2048), 0, 1024), Magazine::Given::unwanted);
+  EXPECT_EQ(give(block(1024), 0, 0), Magazine::Given::unwanted);
 }
 
-TEST_F(MagazineTest, ASizeThatIsAskedForMoreOftenTakesTheSlotAndWhatWasInItIsGivenBack) {
-  warm(512);
-  Block* old = block(512);
-  give(old);
-  std::uint64_t rival = 0;  // a size of the same slot: the first that displaces
-  for (std::uint64_t size = 1024; rival == 0 && size < 4096 * kUnit; size += kUnit) {
-    Magazine other;
-    for (int i = 0; i < 16; ++i) other.missed(512, displaced);
-    for (int i = 0; i < 16; ++i) other.missed(size, displaced);
-    if (other.give(block(512), 0, kNoLimit) == Magazine::Given::unwanted) rival = size;
-  }
-  ASSERT_NE(rival, 0u);
-  displaced.count = 0;
-  for (int i = 0; displaced.count == 0 && i < 100; ++i) allocate(rival);
-  ASSERT_EQ(displaced.count, 1u);
-  EXPECT_EQ(displaced.entry[0].block, old);
-  EXPECT_TRUE(magazine.empty());
-}
-
-TEST_F(MagazineTest, DrainTakesOutEverything) {
-  std::vector<Block*> inside;
+TEST_F(MagazineTest, DrainTakesOutEverythingWithItsStampAndNothingIsWantedAfterwards) {
+  std::vector<std::pair<Block*, std::uint64_t>> inside;
   for (const std::uint64_t size : {512, 1024, 4096}) {
-    warm(size);
-    for (int i = 0; i < 5; ++i) {
-      inside.push_back(block(size));
-      ASSERT_EQ(give(inside.back(), 3), Magazine::Given::kept);
+    want(size);
+    for (std::uint64_t stamp : {0, 3, 0, 4}) {
+      inside.emplace_back(block(size), stamp);
+      ASSERT_EQ(give(inside.back().first, stamp), Magazine::Given::kept);
     }
   }
-  std::vector<Block*> out;
-  Magazine::Entries entries;
-  while (magazine.drain(entries)) {
-    for (unsigned i = 0; i < entries.count; ++i) {
-      EXPECT_EQ(entries.entry[i].stamp, 3u);
-      out.push_back(entries.entry[i].block);
-    }
+  std::vector<std::pair<Block*, std::uint64_t>> out;
+  while (Block* stack = magazine.drain()) {
+    for (; stack != nullptr; stack = Magazine::next_of(*stack)) out.emplace_back(stack, Magazine::stamp_of(*stack));
   }
   std::sort(inside.begin(), inside.end());
   std::sort(out.begin(), out.end());
   EXPECT_EQ(out, inside);
   EXPECT_TRUE(magazine.empty());
+  EXPECT_EQ(give(block(512)), Magazine::Given::unwanted);
 }
 
 }  // namespace

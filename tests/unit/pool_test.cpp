@@ -238,12 +238,16 @@ TEST_F(PoolTest, AHeapThatComesAgainIsAnother) {
 TEST_F(PoolTest, LiveBlocksAreVisited) {
   ASSERT_TRUE(pool.add(kBase, kPage, *clean));
   ASSERT_TRUE(pool.add(kBase + 4 * kPage, kPage, *clean));
-  std::vector<const Block*> live{take(clean, kUnit), take(clean, kPage), take(clean, 2 * kUnit)};
-  std::vector<const Block*> seen;
-  pool.for_each_live([&](const Block& block) { seen.push_back(&block); });
-  std::sort(live.begin(), live.end());
+  for (const std::uint64_t size : {kUnit, kPage, 2 * kUnit}) take(clean, size)->live.requested = size - 1;
+  take(clean, 3 * kUnit)->set(BlockState::cached);
+  take(clean, 4 * kUnit)->api = Api::superblock;
+  std::vector<std::uint64_t> seen;
+  pool.for_each_live([&](const Pool::LiveBlock& block) {
+    EXPECT_EQ(block.requested, block.size - 1);
+    seen.push_back(block.size);
+  });
   std::sort(seen.begin(), seen.end());
-  EXPECT_EQ(seen, live);
+  EXPECT_EQ(seen, (std::vector<std::uint64_t>{kUnit, 2 * kUnit, kPage}));
 }
 
 // The pool as a list of pieces by address, split and merged in the plainest way.
