@@ -114,7 +114,7 @@ def plan(scale):
                 ("pool", "rmm_binning", "rmm_cuda_async", "native", "rmm_pool", "pool_track", "arena", "binning",
                  "async", "rmm_arena", "rmm_pool_track") + (() if goals else ("null",)),
                 random_async, once=("native", "rmm_pool_track") + rmm_all),
-        Program("threads", allocators=REAL),
+        Program("threads"),
         Program("multi_stream_allocations", "async", BESIDE, streams, reserved),
         Program("fragmentation", "async", own, held="BM_Fragmentation"),
         Program("latency", "malloc", REAL, dict.fromkeys(REAL[1:], "Growing"), once=REAL),

@@ -28,27 +28,27 @@ Heap* Arena::heap_of(LaneRef by) noexcept try {
 
 Block* Arena::take(const Need& need, LaneRef by) noexcept {
   const bool stream = by.lane->is_stream() && by.lane->is(by.serial);
-  if (stream) {
-    if (Heap* own = by.lane->heaps[static_cast<std::size_t>(index_)]; own != nullptr) {
-      if (Block* block = pool.take(*own, need.size, need.alignment, kAnyStamp)) return block;
-    }
-    for (Evented& e : evented) {  // its own, freed under pressure: no wait is needed
-      if (e.serial != by.serial || e.being_queried || !Bins::fits(*e.block, need.size, need.alignment) ||
-          Bins::lead(*e.block, need.alignment) != 0) {
-        continue;
-      }
-      Block* block = e.block;
-      const std::uint64_t freed = block->idle.stamp;
-      Heap* heap = heap_of(by);
-      pool.take_evented(block);
-      pool.trim(block, need.size, *heap, freed);
-      e.event.release();
-      evented.erase(evented.begin() + (&e - evented.data()));
-      return block;
-    }
+  if (Heap* own = stream ? by.lane->heaps[static_cast<std::size_t>(index_)] : nullptr; own != nullptr) {
+    if (Block* block = pool.take_best(*own, *clean, need.size, need.alignment)) return block;
+  } else if (Block* block = pool.take(*clean, need.size, need.alignment, kAnyStamp)) {
+    return block;
   }
-  if (Block* block = pool.take(*clean, need.size, need.alignment, kAnyStamp)) return block;
-  if (!stream || !by.lane->enter(by.serial)) return nullptr;
+  if (!stream) return nullptr;
+  for (Evented& e : evented) {  // its own, freed under pressure: no wait is needed
+    if (e.serial != by.serial || e.being_queried || !Bins::fits(*e.block, need.size, need.alignment) ||
+        Bins::lead(*e.block, need.alignment) != 0) {
+      continue;
+    }
+    Block* block = e.block;
+    const std::uint64_t freed = block->idle.stamp;
+    Heap* heap = heap_of(by);
+    pool.take_evented(block);
+    pool.trim(block, need.size, *heap, freed);
+    e.event.release();
+    evented.erase(evented.begin() + (&e - evented.data()));
+    return block;
+  }
+  if (!by.lane->enter(by.serial)) return nullptr;
   Block* block = nullptr;
   for (const Lane::Before& earlier : by.lane->before) {
     Heap* heap = earlier.lane->is(earlier.serial) ? earlier.lane->heaps[static_cast<std::size_t>(index_)] : nullptr;

@@ -11,8 +11,10 @@
 namespace cushion {
 namespace {
 
+constexpr unsigned kReadyLanes = 8;
 constexpr std::size_t kMostEvented = 1024;
 constexpr std::uint64_t kGrowthShare = 32;
+constexpr std::uint64_t kGrowthNeeds = 8;
 
 // Serials of lanes, unique in the process.
 constinit std::atomic<std::uint64_t> g_lane_serial{0};
@@ -71,8 +73,13 @@ Context::Context(Shared& shared, CUcontext handle, CUdevice device, std::uint64_
       async_(shared, *this) {
   arenas_[0].store(new Arena(shared.map, *this, 0), std::memory_order_release);
   for (unsigned i = 0; i < kHostLanes; ++i) {
-    host_[i].tally.gauges = &gauges_;
-    host_[i].open(next_serial(), i, nullptr);
+    host_.push_back(std::make_unique<Lane>(i, gauges_));
+    host_[i]->open(next_serial(), nullptr);
+  }
+  // The first streams find what they need made: a program's first parallel step is not to wait for host memory.
+  for (unsigned i = 0; i < kReadyLanes; ++i) {
+    spare_lanes_.push_back(make_lane());
+    if (options().allocator == AllocatorKind::arena) make_arena(arena_of_lane(*spare_lanes_.back()));
   }
 }
 
@@ -105,33 +112,28 @@ Usage Context::usage() const noexcept {
 
 inline LaneRef Context::lane_of(const StreamIdentity* stream) noexcept {
   if (stream != nullptr) return stream->lane;
-  Lane& lane = host_[host_lane()];
+  Lane& lane = *host_[host_lane()];
   return {&lane, lane.serial()};
 }
 
+Lane* Context::make_lane() {
+  spare_lanes_.reserve(lane_count_ + 1);  // so that ending a lane never allocates
+  auto* node = new LaneNode{{kHostLanes + lane_count_, gauges_}, all_lanes_.load(std::memory_order_relaxed)};
+  ++lane_count_;
+  all_lanes_.store(node, std::memory_order_release);
+  return &node->lane;
+}
+
 LaneRef Context::find_or_make_lane(const StreamIdentity& stream) {
-  Lane*& lane = lanes_[stream.id];
-  if (lane == nullptr) {
-    try {
-      if (spare_lanes_.empty()) {
-        spare_lanes_.reserve(lane_count_ + 1);  // so that ending a lane never allocates
-        auto* node = new LaneNode;
-        node->lane.tally.gauges = &gauges_;
-        node->next = all_lanes_.load(std::memory_order_relaxed);
-        all_lanes_.store(node, std::memory_order_release);
-        lane = &node->lane;
-      } else {
-        lane = spare_lanes_.back();
-        spare_lanes_.pop_back();
-      }
-    } catch (...) {
-      lanes_.erase(stream.id);
-      throw;
-    }
-    lane->open(next_serial(), lane_count_++, &stream);
+  auto found = lanes_.find(stream.id);
+  if (found == lanes_.end()) {
+    if (spare_lanes_.empty()) spare_lanes_.push_back(make_lane());
+    found = lanes_.emplace(stream.id, spare_lanes_.back()).first;
+    spare_lanes_.pop_back();
+    found->second->open(next_serial(), &stream);
     shared_.stream_lanes.fetch_add(1, std::memory_order_relaxed);
   }
-  stream.lane = {lane, lane->serial()};
+  stream.lane = {found->second, found->second->serial()};
   return stream.lane;
 }
 
@@ -210,7 +212,7 @@ Arena& Context::arena_of(const Need& need, LaneRef by) {
   unsigned index = 0;
   switch (options().allocator) {
     case AllocatorKind::arena:
-      if (need.size <= superblock_size_ / 2) index = 1 + by.lane->number() % (Lane::kArenas - 1);
+      if (need.size <= superblock_size_ / 2) index = arena_of_lane(*by.lane);
       break;
     case AllocatorKind::binning:
       if (need.size <= options().bin_max.bytes) index = 1 + static_cast<unsigned>(std::countr_zero(need.size));
@@ -221,9 +223,14 @@ Arena& Context::arena_of(const Need& need, LaneRef by) {
   Arena* arena = arenas_[index].load(std::memory_order_acquire);
   if (arena != nullptr) return *arena;
   std::lock_guard lock(mutex_);
-  arena = arenas_[index].load(std::memory_order_relaxed);
+  return make_arena(index);
+}
+
+Arena& Context::make_arena(unsigned index) {
+  Arena* arena = arenas_[index].load(std::memory_order_relaxed);
   if (arena == nullptr) {
     arena = new Arena(shared_.map, *this, static_cast<int>(index));
+    arena->pool.prepare(superblock_size_);
     arenas_[index].store(arena, std::memory_order_release);
   }
   return *arena;
@@ -427,9 +434,12 @@ bool Context::grow(const Need& need, bool exact, CUresult& why) {
       return false;
     }
     if (!exact && growing_ == 0) {
-      // A share of what is held: geometric, and at most that share too much.
+      // A share of what is held: geometric, and at most that share too much. Large requests need more, because a
+      // segment that holds a few of them only has an end that is of no use; but no more than doubles what is held.
       const std::uint64_t floor = options().segment_size.of(device_bytes_);
-      std::uint64_t target = std::max(floor, std::min(held / kGrowthShare, options().growth_max.of(device_bytes_)));
+      const std::uint64_t roomy = std::min(kGrowthNeeds * need.size, held);
+      std::uint64_t target =
+          std::max(floor, std::min(std::max(held / kGrowthShare, roomy), options().growth_max.of(device_bytes_)));
       if (!initial_done_) target = std::max(target, options().initial_size.of(device_bytes_));
       want = std::max(least, std::min(round_up(target, kPage), room / kPage * kPage));
     }
@@ -727,7 +737,7 @@ bool Context::collect() {
   bool any = false;
   {
     std::lock_guard lock(mutex_);
-    for (Lane& lane : host_) any = drain(lane) || any;
+    for (const auto& lane : host_) any = drain(*lane) || any;
     for (const auto& [id, lane] : lanes_) any = drain(*lane) || any;
   }
   for (auto& slot : arenas_) {
@@ -1142,7 +1152,7 @@ void Context::discard() {
     lane.leave();
     lane.queries = 0;
   };
-  for (Lane& lane : host_) end(lane);
+  for (const auto& lane : host_) end(*lane);
   for (const auto& [id, lane] : lanes_) {
     end(*lane);
     spare_lanes_.push_back(lane);
@@ -1170,7 +1180,7 @@ void Context::discard() {
   broken_.store(0, std::memory_order_relaxed);
   fill_stream_.store(nullptr, std::memory_order_relaxed);
   async_.discard();
-  for (unsigned i = 0; i < kHostLanes; ++i) host_[i].open(next_serial(), i, nullptr);
+  for (const auto& lane : host_) lane->open(next_serial(), nullptr);
   alive_.store(false, std::memory_order_release);
   shared_.handle_epoch.fetch_add(1, std::memory_order_release);
 }

@@ -21,6 +21,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <span>
 #include <unordered_map>
@@ -114,7 +115,7 @@ class Context {
   Usage usage() const noexcept;
   template <class Visit>
   void for_each_tally(Visit visit) const noexcept {
-    for (const Lane& lane : host_) visit(lane.tally);
+    for (const auto& lane : host_) visit(lane->tally);
     // Acquire: who sees a lane sees it whole. Lanes are added at the front and never removed.
     for (const LaneNode* node = all_lanes_.load(std::memory_order_acquire); node != nullptr; node = node->next)
       visit(node->lane.tally);
@@ -137,7 +138,7 @@ class Context {
  private:
   struct LaneNode {
     Lane lane;
-    LaneNode* next = nullptr;
+    LaneNode* next;
   };
 
   const Driver& driver() const noexcept { return shared_.driver; }
@@ -150,6 +151,7 @@ class Context {
   LaneRef enter_lane(const StreamIdentity* stream);        // entered: the caller leaves it
   LaneRef enter_lane_anew(const StreamIdentity* stream);
   LaneRef find_or_make_lane(const StreamIdentity& stream);  // with the context's lock held
+  Lane* make_lane();                                        // likewise
   void end_lane(Lane& lane) noexcept;                       // likewise
   bool drain(Lane& lane) noexcept;                          // likewise: empties its magazine; whether it held any
   void give_cached(Block* stack, LaneRef by) noexcept;      // likewise: to its arena, each of the stack
@@ -164,6 +166,8 @@ class Context {
   bool refuses(std::uint64_t bytes) const noexcept;
   Arena& global() const noexcept { return *arenas_[0].load(std::memory_order_relaxed); }
   Arena& arena_of(const Need& need, LaneRef by);
+  Arena& make_arena(unsigned index);  // with the context's lock held
+  static unsigned arena_of_lane(const Lane& lane) noexcept { return 1 + lane.number() % (Lane::kArenas - 1); }
   void hand_out(Block& block, const Request& request) const noexcept;
   // These want no lock held. Those without noexcept keep lists in host memory; their callers' callers catch.
   Block* take(Arena& arena, const Need& need, const Request& request, LaneRef by);
@@ -236,7 +240,7 @@ class Context {
   // By Arena::index; made when first needed, under the context's lock, and never destroyed.
   std::array<std::atomic<Arena*>, Lane::kArenas> arenas_{};
 
-  std::array<Lane, kHostLanes> host_;
+  std::vector<std::unique_ptr<Lane>> host_;  // kHostLanes of them
   FenceSet fences_;
   EventPool events_;
   Gauges gauges_;
@@ -248,7 +252,7 @@ class Context {
   std::unordered_map<std::uint64_t, Lane*> lanes_;  // by stream id
   std::vector<Lane*> spare_lanes_;
   std::size_t tidy_at_ = 64;  // so many lanes: time to see which are of use
-  unsigned lane_count_ = 0;
+  unsigned lane_count_ = 0;   // of streams, spare ones too
   // A byte of device memory that native_wait() frees, held beforehand: a full device must still be able to free.
   CUdeviceptr spare_ = 0;
   int spare_users_ = 0;         // waiters that are freeing one and will bring one back

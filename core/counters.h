@@ -99,10 +99,10 @@ struct Tally {
   };
   Counter served[kApis]{};
   Counter frees{0};
-  Bytes requested;           // by the program
-  Bytes handed_out;          // blocks given for them: requests rounded up
-  Gauges* gauges = nullptr;  // where the bytes go: its context's
+  Bytes requested;   // by the program
+  Bytes handed_out;  // blocks given for them: requests rounded up
 
+  explicit Tally(Gauges& to) noexcept : gauges_(to) {}
   void allocated(int api, std::uint64_t asked, std::uint64_t size) noexcept {
     bump(served[api]);
     requested.add(asked);
@@ -116,9 +116,12 @@ struct Tally {
     if (handed_out.is_much()) settle();
   }
   void settle() noexcept {
-    requested.settle(gauges->requested);
-    handed_out.settle(gauges->handed_out);
+    requested.settle(gauges_.requested);
+    handed_out.settle(gauges_.handed_out);
   }
+
+ private:
+  Gauges& gauges_;  // where the bytes go: its context's
 };
 
 // A figure now and at its highest.

@@ -56,6 +56,9 @@ class alignas(64) Lane {
   };
   static constexpr std::size_t kMostBefore = 32;
 
+  // `number` spreads lanes over arenas.
+  Lane(unsigned number, Gauges& gauges) noexcept : tally(gauges), number_(number) {}
+
   bool is_stream() const noexcept { return stream_; }
   bool is(std::uint64_t serial) const noexcept {
     return serial != 0 && serial_.load(std::memory_order_relaxed) == serial;
@@ -75,11 +78,10 @@ class alignas(64) Lane {
   // Takes the lock, whichever incarnation it is: for the tally, which belongs to the record.
   void enter() noexcept { lock_.lock(); }
 
-  // A new incarnation. `number` spreads lanes over arenas.
-  void open(std::uint64_t serial, unsigned number, const StreamIdentity* stream) noexcept {
+  // A new incarnation.
+  void open(std::uint64_t serial, const StreamIdentity* stream) noexcept {
     stream_ = stream != nullptr;
     identity_ = stream != nullptr ? *stream : StreamIdentity{};
-    number_ = number;
     lock_.lock();
     before.clear();
     serial_.store(serial, std::memory_order_relaxed);
@@ -116,12 +118,12 @@ class alignas(64) Lane {
   int queries = 0;
 
  private:
+  const unsigned number_;
   SpinLock lock_;
   // Written under the lock; read without it where a stale answer is found out later.
   std::atomic<std::uint64_t> serial_{0};
   // Constant while the incarnation lasts.
   bool stream_ = false;
-  unsigned number_ = 0;
   StreamIdentity identity_;
 };
 

@@ -34,7 +34,7 @@ class Magazine {
 
   // A block of the class of `size` freed no later than `through`; null if there is none.
   Block* take(std::uint64_t size, std::uint64_t through) noexcept {
-    if (!caches(size) || (slots_ == nullptr && !open())) return nullptr;
+    if (!caches(size) || slots_ == nullptr) return nullptr;
     Slot& slot = slots_[Bins::bin_of(size)];
     slot.wanted = true;
     Stack* from = &slot.fresh;
@@ -109,13 +109,13 @@ class Magazine {
   };
   static constexpr unsigned kSlots = Bins::bin_of(kLargest) + 1;
 
-  bool open() noexcept {
-    slots_ = static_cast<Slot*>(map_pages(kSlots * sizeof(Slot)));  // zero pages: empty slots
-    return slots_ != nullptr;
+  // Null if the host has no memory: then nothing is cached.
+  static Slot* make_slots() noexcept {
+    return static_cast<Slot*>(map_pages(kSlots * sizeof(Slot), true));  // zero pages: empty slots
   }
 
   std::uint64_t bytes_ = 0;
-  Slot* slots_ = nullptr;  // made at the first allocation, and kept: lanes are never destroyed
+  Slot* const slots_ = make_slots();  // kept for ever: lanes are never destroyed
 };
 
 }  // namespace cushion

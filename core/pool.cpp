@@ -42,7 +42,21 @@ Block* Pool::cut(Block* block, std::uint64_t size) noexcept {
 
 Block* Pool::take(Heap& heap, std::uint64_t size, std::uint64_t alignment, std::uint64_t stamp) noexcept {
   Block* block = heap.bins.find(size, alignment, stamp);
-  if (block == nullptr) return nullptr;
+  return block != nullptr ? carve(block, size, alignment) : nullptr;
+}
+
+Block* Pool::take_best(Heap& first, Heap& second, std::uint64_t size, std::uint64_t alignment) noexcept {
+  constexpr std::uint64_t kAnyStamp = ~std::uint64_t{0};
+  Block* block = first.bins.find(size, alignment, kAnyStamp);
+  if (block == nullptr || block->size != size) {
+    Block* other = second.bins.find(size, alignment, kAnyStamp);
+    if (other != nullptr && (block == nullptr || other->size < block->size)) block = other;
+  }
+  return block != nullptr ? carve(block, size, alignment) : nullptr;
+}
+
+Block* Pool::carve(Block* block, std::uint64_t size, std::uint64_t alignment) noexcept {
+  Heap& heap = *heaps_[block->heap];
   const std::uint64_t freed = block->idle.stamp;
   const bool whole = block->lower == nullptr && block->upper == nullptr;
   heap.bins.remove(block);
@@ -139,6 +153,16 @@ void Pool::trim(Block* live, std::uint64_t size, Heap& rest_to, std::uint64_t st
     free_ += rest->size;
     put(rest, rest_to, stamp);
   }
+}
+
+void Pool::prepare(std::uint64_t size) noexcept {
+  for (int i = 0; i < 2; ++i) {
+    if (Block* block = blocks_.make()) blocks_.recycle(block);
+  }
+  Segment* segment = segment_records_.make();
+  if (segment == nullptr) return;
+  if (segment->open(arena_, 0, size)) segment->close(leaves_);
+  keep_spare(segment);
 }
 
 bool Pool::add(std::uint64_t address, std::uint64_t size, Heap& heap, std::uint64_t stamp) noexcept {

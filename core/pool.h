@@ -21,6 +21,8 @@ namespace cushion {
 class Pool {
  public:
   Pool(AddressMap& map, Arena* arena) noexcept : map_(map), arena_(arena) {}
+  // Has host memory ready for a first segment of `size` bytes, which then comes without a page fault.
+  void prepare(std::uint64_t size) noexcept;
 
   // Heaps. A new heap's index stays its own until drop(); drop() wants it empty.
   Heap* make_heap(Order order);
@@ -31,6 +33,8 @@ class Pool {
   // A block of `size` bytes (a multiple of kUnit) aligned to `alignment` out of `heap`, from what was freed no later
   // than `stamp`; null if it has none. It is live and in the address map.
   Block* take(Heap& heap, std::uint64_t size, std::uint64_t alignment, std::uint64_t stamp) noexcept;
+  // The same from whichever of two heaps has the better fit.
+  Block* take_best(Heap& first, Heap& second, std::uint64_t size, std::uint64_t alignment) noexcept;
   // Puts a block that the program gave back into `heap`, merging it with its free neighbours there.
   void give(Block* block, Heap& heap, std::uint64_t stamp) noexcept;
   // Moves a free block to another heap, merging there.
@@ -89,6 +93,7 @@ class Pool {
   bool free_in(const Block* block, const Heap& heap) const noexcept {
     return block != nullptr && block->state() == BlockState::free && block->heap == heap.index;
   }
+  Block* carve(Block* block, std::uint64_t size, std::uint64_t alignment) noexcept;  // out of a free block; live
   Block* cut(Block* block, std::uint64_t size) noexcept;  // splits; returns the upper part, unlinked from any bin
   void put(Block* block, Heap& heap, std::uint64_t stamp) noexcept;  // merges and inserts a block that is in no bin
   void keep_spare(Segment* segment) noexcept {

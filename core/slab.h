@@ -10,9 +10,10 @@
 
 namespace cushion {
 
-// Zeroed, lazily committed host pages; null when the kernel has none.
-inline void* map_pages(std::size_t bytes) noexcept {
-  void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+// Zeroed host pages, committed when they are first used, or at once; null when the kernel has none.
+inline void* map_pages(std::size_t bytes, bool at_once = false) noexcept {
+  void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | (at_once ? MAP_POPULATE : 0), -1, 0);
   return p == MAP_FAILED ? nullptr : p;
 }
 

@@ -10,7 +10,7 @@ class LaneTest : public testing::Test {
  protected:
   LaneTest() {
     const StreamIdentity stream{nullptr, 17, 0, {}};
-    lane.open(3, 0, &stream);
+    lane.open(3, &stream);
   }
 
   // 0: nothing of that lane is ordered before this one.
@@ -26,7 +26,8 @@ class LaneTest : public testing::Test {
     return stamp;
   }
 
-  Lane lane;
+  Gauges gauges;
+  Lane lane{0, gauges};
 };
 
 TEST_F(LaneTest, ANewLaneComesAfterNothing) { EXPECT_TRUE(lane.before.empty()); }
@@ -76,7 +77,7 @@ TEST_F(LaneTest, AnEndedLaneIsEnteredByNobodyAndAnotherIncarnationIsAnother) {
   lane.leave();
   EXPECT_FALSE(lane.enter(3));
   EXPECT_FALSE(lane.enter(0));
-  lane.open(4, 0, nullptr);
+  lane.open(4, nullptr);
   EXPECT_FALSE(lane.enter(3));
   EXPECT_TRUE(lane.before.empty());
   EXPECT_FALSE(lane.is_stream());
@@ -86,8 +87,7 @@ TEST_F(LaneTest, AnEndedLaneIsEnteredByNobodyAndAnotherIncarnationIsAnother) {
 
 TEST(Tally, WhatOneThreadCountsHasExactPeaks) {
   Gauges gauges;
-  Tally tally;
-  tally.gauges = &gauges;
+  Tally tally(gauges);
   tally.allocated(0, 100, 512);
   tally.allocated(0, 100, 512);
   tally.freed(100, 512);
@@ -108,8 +108,7 @@ TEST(Tally, WhatOneThreadCountsHasExactPeaks) {
 
 TEST(Tally, MuchGoesToTheGaugesAtOnce) {
   Gauges gauges;
-  Tally tally;
-  tally.gauges = &gauges;
+  Tally tally(gauges);
   tally.allocated(0, 1, Tally::kMost);
   EXPECT_EQ(gauges.handed_out.current(), static_cast<std::uint64_t>(Tally::kMost));
   tally.freed(1, Tally::kMost);

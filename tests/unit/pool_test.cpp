@@ -223,7 +223,8 @@ TEST_F(PoolTest, AbandonTakesOutEverythingWhateverIsLive) {
 
 TEST_F(PoolTest, AHeapThatComesAgainIsAnother) {
   Heap* first = pool.make_heap(Order::stream);
-  Lane lane;
+  Gauges gauges;
+  Lane lane{0, gauges};
   first->lane = &lane;
   first->newest = 9;
   pool.drop(first);
