@@ -89,8 +89,9 @@ struct Block {
     return word_.compare_exchange_strong(expected, address | static_cast<std::uint64_t>(to), std::memory_order_acq_rel,
                                          std::memory_order_relaxed);
   }
-  // A free looks at both neighbours, which lie anywhere in host memory: asked for early, they are there in time. What
-  // is read here without the lock is only a hint.
+  // An arena looks at both neighbours of what it gets back, and they lie anywhere in host memory: asked for before its
+  // lock is taken, they come together. Never on a path that takes no arena's lock: it would fetch other threads' blocks
+  // away. What is read here without the lock is only a hint.
 #if defined(__SANITIZE_THREAD__)
   void prefetch_neighbours() const noexcept {}
 #else

@@ -254,7 +254,7 @@ inline void Context::hand_out(Block& block, const Request& request) const noexce
 bool Context::allocate(const Request& request, CUdeviceptr* out) noexcept try {
   if (refuses(request.bytes)) return false;
   const Need need = need_of(request.bytes);
-  const LaneRef by = enter_lane(request.stream);
+  LaneRef by = enter_lane(request.stream);
   Block* block = by.lane->magazine.take(need.size, takes_through(*by.lane));
   if (block != nullptr) {
     hand_out(*block, request);
@@ -565,7 +565,6 @@ inline CUresult Context::claim(Block* block, std::uint64_t address, Claim& out) 
   if (segment == nullptr) return CUDA_ERROR_INVALID_VALUE;
   out = {block, address, segment->arena(), segment->arena()->generation()};
   if (!block->change(address, BlockState::live, BlockState::freeing)) return CUDA_ERROR_INVALID_VALUE;
-  block->prefetch_neighbours();
   return CUDA_SUCCESS;
 }
 
@@ -588,6 +587,7 @@ inline void Context::give(const Claim& claim, const StreamIdentity* stream, bool
 
 void Context::give_to_arena(const Claim& claim, LaneRef by, std::uint64_t stamp, Magazine::Given given, bool is_host) {
   if (given != Magazine::Given::due) {
+    claim.block->prefetch_neighbours();
     {
       std::lock_guard lock(claim.arena->mutex);
       if (claim.generation != claim.arena->generation()) return;
