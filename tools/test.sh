@@ -45,3 +45,7 @@ for preset in "${presets[@]}"; do
   cmake --build --preset "$preset" --parallel "$(nproc)"
   ctest --preset "$preset" --parallel "$(nproc)"
 done
+
+# What Cushion costs the processor, over the emulated driver: figures to look at, nothing to fail on.
+results=build/release/bench/emulator-results
+[ ! -e $results/summary.json ] || { step "CPU costs" && python3 bench/table.py $results; }
