@@ -132,6 +132,7 @@ LaneRef Context::find_or_make_lane(const StreamIdentity& stream) {
     spare_lanes_.pop_back();
     found->second->open(next_serial(), &stream);
     shared_.stream_lanes.fetch_add(1, std::memory_order_relaxed);
+    untidy_.store(lanes_.size() >= tidy_at_, std::memory_order_relaxed);
   }
   stream.lane = {found->second, found->second->serial()};
   return stream.lane;
@@ -188,6 +189,7 @@ void Context::tidy_lanes() {
   }
   for (Lane* lane : idle) end_lane(*lane);
   tidy_at_ = std::max<std::size_t>(64, 2 * lanes_.size());
+  untidy_.store(false, std::memory_order_relaxed);
 }
 
 // ---- allocation --------------------------------------------------------------------------------------------------
@@ -254,7 +256,7 @@ inline void Context::hand_out(Block& block, const Request& request) const noexce
 bool Context::allocate(const Request& request, CUdeviceptr* out) noexcept try {
   if (refuses(request.bytes)) return false;
   const Need need = need_of(request.bytes);
-  LaneRef by = enter_lane(request.stream);
+  const LaneRef by = enter_lane(request.stream);
   Block* block = by.lane->magazine.take(need.size, takes_through(*by.lane));
   if (block != nullptr) {
     hand_out(*block, request);
@@ -264,6 +266,7 @@ bool Context::allocate(const Request& request, CUdeviceptr* out) noexcept try {
   by.lane->leave();
   turn_to(*by.lane);
   if (block == nullptr) {
+    if (untidy_.load(std::memory_order_relaxed)) poll();
     Arena& arena = arena_of(need, by);
     block = take(arena, need, request, by);
     if (block == nullptr) block = search(arena, need, request, by);
@@ -274,23 +277,27 @@ bool Context::allocate(const Request& request, CUdeviceptr* out) noexcept try {
   }
   const std::uint64_t address = block->address();
   if (options().init != InitMode::none && !fill(*block, request)) {
-    // What it promised cannot be kept: the driver's memory is zero at least.
-    Claim claimed;
-    if (claim(block, address, claimed) != CUDA_SUCCESS) return false;
-    by.lane->enter();
-    bump(by.lane->tally.served[static_cast<int>(request.api)], ~std::uint64_t{0});
-    by.lane->tally.freed(request.bytes, block->size);
-    bump(by.lane->tally.frees, ~std::uint64_t{0});
-    block->set(BlockState::cached);
-    by.lane->leave();
-    std::lock_guard lock(claimed.arena->mutex);
-    if (claimed.generation == claimed.arena->generation()) claimed.arena->give_pending(block, fences_.now());
+    take_back(block, address, request, by);
     return false;
   }
   *out = address;
   return true;
 } catch (...) {  // no host memory: the driver may still have what is needed
   return false;
+}
+
+// What it promised cannot be kept; the driver's memory is zero at least.
+void Context::take_back(Block* block, std::uint64_t address, const Request& request, LaneRef by) noexcept {
+  Claim claimed;
+  if (claim(block, address, claimed) != CUDA_SUCCESS) return;
+  by.lane->enter();
+  by.lane->tally.freed(request.bytes, block->size);
+  bump(by.lane->tally.served[static_cast<int>(request.api)], ~std::uint64_t{0});
+  bump(by.lane->tally.frees, ~std::uint64_t{0});
+  block->set(BlockState::cached);
+  by.lane->leave();
+  std::lock_guard lock(claimed.arena->mutex);
+  if (claimed.generation == claimed.arena->generation()) claimed.arena->give_pending(block, fences_.now());
 }
 
 Block* Context::take(Arena& arena, const Need& need, const Request& request, LaneRef by) {
@@ -343,12 +350,16 @@ Block* Context::search(Arena& arena, const Need& need, const Request& request, L
   // A superblock is worth growing for. If there can be none, the global arena serves the request itself.
   const bool own = arena.index() != 0;
   CUresult why = CUDA_SUCCESS;
-  Block* block = nullptr;
-  // Another thread may take what this one has asked the driver for: then once more.
-  while (block == nullptr && grow(own ? superblock_for(need) : need, false, why))
-    block = take(arena, need, request, by);
+  // Other threads may take what this one has asked the driver for: then once more, but not for ever.
+  const auto grow_for = [&](const Need& growth, Arena& from, bool exact) {
+    Block* found = nullptr;
+    for (int tries = 0; found == nullptr && tries < 16 && grow(growth, exact, why); ++tries)
+      found = take(from, need, request, by);
+    return found;
+  };
+  Block* block = grow_for(own ? superblock_for(need) : need, arena, false);
   if (block == nullptr && own) block = take(global(), need, request, by);
-  while (block == nullptr && own && grow(need, false, why)) block = take(global(), need, request, by);
+  if (block == nullptr && own) block = grow_for(need, global(), false);
   if (block == nullptr && by.lane->is_stream()) block = steal(arena, need, request, by);
   if (block == nullptr && by.lane->is_stream() && own) block = steal(global(), need, request, by);
   if (block != nullptr || why != CUDA_ERROR_OUT_OF_MEMORY) return block;
@@ -366,9 +377,7 @@ Block* Context::search(Arena& arena, const Need& need, const Request& request, L
     count(shared_.counters.memory_waits);
     block = wait_for_blocks(arena, need, request, by);
   }
-  if (block == nullptr && release_unused(0) != 0) {
-    while (block == nullptr && grow(need, true, why)) block = take(global(), need, request, by);
-  }
+  if (block == nullptr && release_unused(0) != 0) block = grow_for(need, global(), true);
   if (block == nullptr) {
     count(shared_.counters.out_of_memory);
     log::warn("out of memory on device {}: {} bytes asked; the pool holds {} bytes, {} of them free, largest hole {}",
@@ -939,6 +948,7 @@ bool Context::order_after_all(CUstream stream) noexcept try {
 
 void Context::poll(std::uint64_t newest) {
   RelaxedCaptureMode relaxed(driver());
+  if (untidy_.load(std::memory_order_relaxed)) collect();  // what idle lanes keep
   if (!context_fences()) poll_streams();
   for_each_arena([&](const Arena& arena) { newest = std::max(newest, arena.newest_unclean()); });
   if (fences_.wants_fence(newest)) {

@@ -178,6 +178,7 @@ class Context {
   Block* steal(Arena& arena, const Need& need, const Request& request, LaneRef by);
   Block* wait_for_blocks(Arena& arena, const Need& need, const Request& request, LaneRef by);
   bool fill(const Block& block, const Request& request) noexcept;
+  void take_back(Block* block, std::uint64_t address, const Request& request, LaneRef by) noexcept;
 
   // ---- free
   // A free that has claimed its block: the arena that the block is of, and its generation before the claim.
@@ -247,6 +248,7 @@ class Context {
   std::atomic<CUstream> fill_stream_{nullptr};
   AsyncAllocator async_;
   std::atomic<LaneNode*> all_lanes_{nullptr};
+  std::atomic<bool> untidy_{false};  // there are many lanes: the next poll looks which are of use
 
   std::mutex mutex_;                                // protects everything below, and which lanes there are
   std::unordered_map<std::uint64_t, Lane*> lanes_;  // by stream id
