@@ -49,6 +49,7 @@ class Core {
   Core() : options_(eternal<Options>(read_options(nullptr).options)) {
     EXPECT_TRUE(shared.driver.bind([](const char* name) { return dlsym(harness::driver().library, name); }));
     options_.segment_size.bytes = kSegment;
+    options_.growth_max.bytes = kSegment;  // a request gets its exact need
     options_.magazine_size.bytes = 0;  // what these tests ask of the pool is not to depend on what came before
     options_.oom_wait.ns = 50 * harness::kMillisecond;
     const ClockPair now = ClockPair::now();

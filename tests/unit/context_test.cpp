@@ -431,18 +431,32 @@ TEST_F(ContextTest, MoreThanTheDeviceHasIsForwardedAtOnce) {
   EXPECT_EQ(counters().grows, 0u);
 }
 
-TEST_F(ContextTest, SegmentsGrowWithWhatIsHeldUpToABound) {
+TEST_F(ContextTest, LargeRequestsAtMostDoubleWhatIsHeldUpToABound) {
   core().options().growth_max.bytes = 4 * kSegment;
   std::uint64_t before = 0;
   std::uint64_t largest = 0;
   for (int i = 0; i < 100; ++i) {
     ASSERT_NE(core().Malloc(kSegment), 0u);
     const std::uint64_t step = core().held() - before;
-    EXPECT_LE(step, std::max(kSegment, before / 8 + kSegment));
+    EXPECT_LE(step, std::max(kSegment, before));
     largest = std::max(largest, step);
     before = core().held();
   }
   EXPECT_EQ(largest, 4 * kSegment);
+}
+
+TEST_F(ContextTest, SmallRequestsGrowByAShareOfWhatIsHeld) {
+  core().options().growth_max.bytes = 64 * kSegment;
+  std::uint64_t before = 0;
+  std::uint64_t largest = 0;
+  while (before < 200 * kSegment) {
+    ASSERT_NE(core().Malloc(64 << 10), 0u);
+    const std::uint64_t step = core().held() - before;
+    EXPECT_LE(step, kSegment + before / 32);
+    largest = std::max(largest, step);
+    before = core().held();
+  }
+  EXPECT_GT(largest, 4 * kSegment);
 }
 
 TEST_F(ContextTest, InitialSizeIsTakenOnce) {
