@@ -7,6 +7,11 @@
 #include "core/log.h"
 
 namespace cushion {
+namespace {
+
+constexpr std::uint64_t kMoment = 10'000'000;  // ns; more than an idle device takes for what has nothing to wait for
+
+}  // namespace
 
 bool AsyncAllocator::note(CUresult result) noexcept {
   context_.broke(result);
@@ -15,8 +20,15 @@ bool AsyncAllocator::note(CUresult result) noexcept {
 
 CUmemoryPool AsyncAllocator::prepare() noexcept {
   CUmemoryPool pool = pool_.load(std::memory_order_acquire);
-  if (pool != nullptr || shared_.gate.may_be_open()) return pool;
+  if (pool != nullptr || !context_.primary() || shared_.gate.may_be_open()) return pool;
+  RelaxedCaptureMode relaxed(driver());
   if (!note(driver().call(driver().cuDeviceGetDefaultMemPool, &pool, context_.device()))) return nullptr;
+  raise_threshold(pool);
+  pool_.store(pool, std::memory_order_release);
+  return pool;
+}
+
+void AsyncAllocator::raise_threshold(CUmemoryPool pool) noexcept {
   const Size& wanted = shared_.options->release_threshold;
   cuuint64_t threshold = 0;
   if (note(driver().call(driver().cuMemPoolGetAttribute, pool, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
@@ -26,34 +38,57 @@ CUmemoryPool AsyncAllocator::prepare() noexcept {
     note(driver().call(driver().cuMemPoolSetAttribute, pool, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
                        static_cast<void*>(&threshold)));
   }
-  pool_.store(pool, std::memory_order_release);
-  return pool;
 }
 
-CUstream AsyncAllocator::open(std::atomic<CUstream>& slot, std::uint64_t generation) noexcept {
-  CUstream stream = slot.load(std::memory_order_acquire);
-  if (stream != nullptr) return stream;
-  if (!note(driver().call(driver().cuStreamCreate, &stream, static_cast<unsigned>(CU_STREAM_NON_BLOCKING))))
-    return nullptr;
-  CUstream first = nullptr;
+template <class Handle, class Make, class Unmake>
+Handle AsyncAllocator::once(std::atomic<Handle>& slot, std::uint64_t generation, Make make, Unmake unmake) noexcept {
+  Handle handle = slot.load(std::memory_order_acquire);
+  if (handle != nullptr) return handle;
+  if (!note(make(&handle))) return nullptr;
+  Handle first = nullptr;
   {
     std::lock_guard lock(mutex_);
-    if (generation != events_.generation()) return nullptr;  // reset meanwhile: the stream went along
-    if (slot.compare_exchange_strong(first, stream, std::memory_order_acq_rel)) return stream;
+    if (generation != events_.generation()) return nullptr;  // reset meanwhile: it went along
+    if (slot.compare_exchange_strong(first, handle, std::memory_order_acq_rel)) return handle;
   }
-  driver().call(driver().cuStreamDestroy_v2, stream);  // another thread was first
+  unmake(handle);  // another thread was first
   return first;
 }
 
+CUstream AsyncAllocator::open(std::atomic<CUstream>& slot, std::uint64_t generation) noexcept {
+  return once(
+      slot, generation,
+      [&](CUstream* out) {
+        return driver().call(driver().cuStreamCreate, out, static_cast<unsigned>(CU_STREAM_NON_BLOCKING));
+      },
+      [&](CUstream stream) { driver().call(driver().cuStreamDestroy_v2, stream); });
+}
+
+CUmemoryPool AsyncAllocator::prepare_big(std::uint64_t generation) noexcept {
+  return once(
+      big_pool_, generation,
+      [&](CUmemoryPool* out) {
+        CUmemPoolProps properties{};
+        properties.allocType = CU_MEM_ALLOCATION_TYPE_PINNED;
+        properties.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+        properties.location.id = context_.device();
+        const CUresult result = driver().call(driver().cuMemPoolCreate, out, &properties);
+        if (result == CUDA_SUCCESS) raise_threshold(*out);
+        return result;
+      },
+      [&](CUmemoryPool pool) { driver().call(driver().cuMemPoolDestroy, pool); });
+}
+
 bool AsyncAllocator::allocate(std::uint64_t bytes, CUdeviceptr* out) noexcept {
-  if (!context_.serves() || bytes > context_.device_bytes() || shared_.gate.may_be_open() ||
+  if (!context_.primary() || !context_.serves() || bytes > context_.device_bytes() || shared_.gate.may_be_open() ||
       shared_.peers.load(std::memory_order_relaxed)) {
     return false;
   }
   RelaxedCaptureMode relaxed(driver());
   CurrentContext current(driver(), context_.handle());
   const std::uint64_t generation = events_.generation();
-  const CUmemoryPool pool = prepare();
+  const bool big = bytes > kBigRequest;
+  const CUmemoryPool pool = big ? prepare_big(generation) : prepare();
   if (pool == nullptr) return false;
   // A block is handed out only when there is a stream to free it on, and a spare for frees that have no fence.
   if (freeing_.load(std::memory_order_acquire) == nullptr) context_.take_spare();
@@ -61,11 +96,15 @@ bool AsyncAllocator::allocate(std::uint64_t bytes, CUdeviceptr* out) noexcept {
   const CUstream stream = open(allocating_, generation);
   if (stream == nullptr) return false;
 
+  const std::uint64_t alignment = big ? kBigAlignment : kUnit;
   CUdeviceptr address = 0;
-  const CUresult result =
-      driver().call(driver().cuMemAllocFromPoolAsync, &address, static_cast<std::size_t>(bytes), pool, stream);
+  CUresult result = CUDA_SUCCESS;
+  {
+    std::shared_lock submitting(submitting_);
+    result = driver().call(driver().cuMemAllocFromPoolAsync, &address,
+                           static_cast<std::size_t>(big ? round_up(bytes, alignment) : bytes), pool, stream);
+  }
   if (generation != events_.generation() || !note(result)) return false;
-  const std::uint64_t alignment = bytes > kBigRequest ? kBigAlignment : kUnit;
   const bool aligned = address % alignment == 0;  // the driver promises less than cudaMalloc's callers rely on
   const bool ready = aligned && make_ready(address, bytes, stream);
   if (ready) {
@@ -77,12 +116,13 @@ bool AsyncAllocator::allocate(std::uint64_t bytes, CUdeviceptr* out) noexcept {
 }
 
 bool AsyncAllocator::make_ready(CUdeviceptr address, std::uint64_t bytes, CUstream stream) noexcept {
-  if (shared_.options->init != InitMode::none) {
-    return note(driver().call(driver().cuMemsetD8Async, address, fill_byte(shared_.options->init),
-                              static_cast<std::size_t>(bytes), stream)) &&
-           note(driver().call(driver().cuStreamSynchronize, stream));
+  if (shared_.options->init != InitMode::none &&
+      !note(driver().call(driver().cuMemsetD8Async, address, fill_byte(shared_.options->init),
+                          static_cast<std::size_t>(bytes), stream))) {
+    return false;
   }
-  if (completes(stream)) return true;
+  const std::uint64_t filling = shared_.options->init != InitMode::none ? bytes : 0;  // ns: no device fills slower
+  if (completes(stream, std::max(kMoment, shared_.options->oom_wait.ns) + filling)) return true;
   // It waits for another stream's work. The next allocations get a stream that does not; this one is left to its
   // context's end, because other threads may just be using it.
   CUstream stuck = stream;
@@ -90,14 +130,13 @@ bool AsyncAllocator::make_ready(CUdeviceptr address, std::uint64_t bytes, CUstre
   return false;
 }
 
-bool AsyncAllocator::completes(CUstream stream) noexcept {
+bool AsyncAllocator::completes(CUstream stream, std::uint64_t patience_ns) noexcept {
   CUresult result = driver().call(driver().cuStreamQuery, stream);
   if (result != CUDA_ERROR_NOT_READY) return note(result);
   // Other threads go on allocating on it: an event says when this allocation is through.
   FenceEvent event{&events_, events_.generation(), events_.take(driver(), context_.handle())};
   if (event.event == nullptr) return false;
-  constexpr std::uint64_t kLeast = 10'000'000;  // ns; an idle device takes a moment too, whatever OOM_WAIT says
-  const std::uint64_t deadline = monotonic_ns() + std::max(kLeast, shared_.options->oom_wait.ns);
+  const std::uint64_t deadline = monotonic_ns() + patience_ns;
   result = driver().call(driver().cuEventRecord, event.event, stream);
   while (result == CUDA_SUCCESS && (result = event.query(driver())) == CUDA_ERROR_NOT_READY) {
     if (monotonic_ns() > deadline) break;
@@ -108,6 +147,11 @@ bool AsyncAllocator::completes(CUstream stream) noexcept {
   return note(result);
 }
 
+bool AsyncAllocator::order_after_all(CUstream stream) noexcept {
+  std::shared_lock submitting(submitting_);
+  return context_.order_after_all(stream);
+}
+
 CUresult AsyncAllocator::free(CUdeviceptr address) noexcept {
   if (context_.broken() != CUDA_SUCCESS) return context_.broken();
   RelaxedCaptureMode relaxed(driver());
@@ -115,12 +159,12 @@ CUresult AsyncAllocator::free(CUdeviceptr address) noexcept {
   const std::uint64_t generation = events_.generation();
   CUstream stream = freeing_.load(std::memory_order_acquire);
   if (stream == nullptr) return CUDA_ERROR_INVALID_VALUE;  // a reset took the block along
-  if (shared_.options->free != FreeMode::deferred || !context_.order_after_all(stream)) {
+  if (shared_.options->free != FreeMode::deferred || !order_after_all(stream)) {
     const CUresult waited = context_.wait_idle();
     if (waited != CUDA_SUCCESS) return waited;
     // Nothing is left to wait for, and the stream that allocations come from may have the block at once. Peers' work is
     // not waited for, natively neither: the second stream does that.
-    const bool peers = shared_.peers.load(std::memory_order_relaxed) && context_.order_after_all(stream);
+    const bool peers = shared_.peers.load(std::memory_order_relaxed) && order_after_all(stream);
     const CUstream allocating = allocating_.load(std::memory_order_acquire);
     if (!peers && allocating != nullptr) stream = allocating;
   }
@@ -131,45 +175,80 @@ CUresult AsyncAllocator::free(CUdeviceptr address) noexcept {
 }
 
 void AsyncAllocator::admit(CUdevice device) noexcept {
-  const CUmemoryPool pool = pool_.load(std::memory_order_acquire);
-  if (pool == nullptr || device == context_.device()) return;
+  if (device == context_.device()) return;
+  RelaxedCaptureMode relaxed(driver());
   CUmemAccessDesc access{};
   access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
   access.location.id = device;
   access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-  const CUresult result = driver().call(driver().cuMemPoolSetAccess, pool, &access, std::size_t{1});
-  if (result != CUDA_SUCCESS) {
-    log::warn("device {}: its pool's memory cannot be made accessible to device {} (error {})", context_.device(),
-              device, static_cast<int>(result));
+  for_each_pool([&](CUmemoryPool pool) {
+    const CUresult result = driver().call(driver().cuMemPoolSetAccess, pool, &access, std::size_t{1});
+    if (result != CUDA_SUCCESS) {
+      log::warn("device {}: its pool's memory cannot be made accessible to device {} (error {})", context_.device(),
+                device, static_cast<int>(result));
+    }
+  });
+}
+
+bool AsyncAllocator::settle(CUstream stream, std::uint64_t patience_ns) noexcept {
+  if (stream == nullptr) return true;
+  const std::uint64_t deadline = monotonic_ns() + patience_ns;
+  for (;;) {
+    if (std::unique_lock alone(submitting_, std::try_to_lock); alone) {
+      const CUresult result = driver().call(driver().cuStreamQuery, stream);
+      if (result == CUDA_SUCCESS) return note(driver().call(driver().cuStreamSynchronize, stream));
+      if (result != CUDA_ERROR_NOT_READY) return note(result);
+    }
+    if (monotonic_ns() >= deadline) return false;
+    std::this_thread::yield();
   }
 }
 
-std::uint64_t AsyncAllocator::figure(CUmemPool_attribute attribute) const noexcept {
-  cuuint64_t value = 0;
-  const CUmemoryPool pool = pool_.load(std::memory_order_acquire);
-  const bool known = pool != nullptr && driver().call(driver().cuMemPoolGetAttribute, pool, attribute,
-                                                      static_cast<void*>(&value)) == CUDA_SUCCESS;
-  return known ? value : 0;
+bool AsyncAllocator::settle(std::uint64_t patience_ns) noexcept {
+  const bool first = settle(allocating_.load(std::memory_order_acquire), kMoment);
+  const bool second = settle(freeing_.load(std::memory_order_acquire), patience_ns);
+  return first && second;
 }
 
-std::uint64_t AsyncAllocator::unused() const noexcept {
-  const std::uint64_t reserved = figure(CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT);
-  return reserved - std::min(reserved, figure(CU_MEMPOOL_ATTR_USED_MEM_CURRENT));
+std::uint64_t AsyncAllocator::figure(CUmemoryPool pool, CUmemPool_attribute attribute) const noexcept {
+  cuuint64_t value = 0;
+  const CUresult result = driver().call(driver().cuMemPoolGetAttribute, pool, attribute, static_cast<void*>(&value));
+  return result == CUDA_SUCCESS ? value : 0;
+}
+
+std::uint64_t AsyncAllocator::held() const noexcept {
+  std::uint64_t bytes = 0;
+  for_each_pool([&](CUmemoryPool pool) { bytes += figure(pool, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT); });
+  return bytes;
+}
+
+std::uint64_t AsyncAllocator::unused() noexcept {
+  if (shared_.gate.may_be_open() || !context_.serves()) return 0;
+  RelaxedCaptureMode relaxed(driver());
+  CurrentContext current(driver(), context_.handle());
+  settle(0);
+  std::uint64_t bytes = 0;
+  for_each_pool([&](CUmemoryPool pool) {
+    const std::uint64_t reserved = figure(pool, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT);
+    bytes += reserved - std::min(reserved, figure(pool, CU_MEMPOOL_ATTR_USED_MEM_CURRENT));
+  });
+  return bytes;
 }
 
 bool AsyncAllocator::trim_once() noexcept {
-  const std::uint64_t before = figure(CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT);
-  driver().call(driver().cuMemPoolTrimTo, pool_.load(std::memory_order_acquire), std::size_t{0});
-  return figure(CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT) < before;
+  const std::uint64_t before = held();
+  for_each_pool([&](CUmemoryPool pool) { driver().call(driver().cuMemPoolTrimTo, pool, std::size_t{0}); });
+  return held() < before;
 }
 
 bool AsyncAllocator::trim(std::uint64_t patience_ns) noexcept {
-  if (shared_.gate.may_be_open() || !context_.serves() || unused() == 0) return false;
+  if (shared_.gate.may_be_open() || !context_.serves()) return false;
   RelaxedCaptureMode relaxed(driver());
   CurrentContext current(driver(), context_.handle());
-  if (trim_once()) return true;
-  if (patience_ns == 0) return false;
-  // What is left may have been freed and be in use still.
+  const bool settled = settle(0);
+  const bool released = trim_once();
+  if (patience_ns == 0 || (released && settled) || held() == 0) return released;
+  // What is left may have been freed and be in use still. Which of it that is no figure tells.
   const std::uint64_t start = ticks();
   const bool idle = context_.becomes_idle(patience_ns);
   const std::uint64_t taken = ticks() - start;
@@ -177,7 +256,7 @@ bool AsyncAllocator::trim(std::uint64_t patience_ns) noexcept {
     count(shared_.counters.memory_waits);
     count(shared_.counters.wait_ticks, taken);
   }
-  return idle && trim_once();
+  return (idle && settle(kMoment) && trim_once()) || released;
 }
 
 void AsyncAllocator::discard() noexcept {
@@ -186,6 +265,7 @@ void AsyncAllocator::discard() noexcept {
   allocating_.store(nullptr, std::memory_order_relaxed);
   freeing_.store(nullptr, std::memory_order_relaxed);
   pool_.store(nullptr, std::memory_order_relaxed);  // a reset may have set its attributes back
+  big_pool_.store(nullptr, std::memory_order_relaxed);
 }
 
 }  // namespace cushion

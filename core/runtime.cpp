@@ -391,7 +391,10 @@ std::uint64_t Runtime::unused_in_current() noexcept {
   if (shared_.driver.cuCtxGetCurrent(&handle) != CUDA_SUCCESS) return 0;
   Context* current = find_context(handle);
   if (current == nullptr) return 0;
-  if (options().allocator == AllocatorKind::async) return current->async().unused();  // the pool is the device's
+  if (options().allocator == AllocatorKind::async) {  // the pools are the device's
+    Context* primary = find_primary(current->device());
+    return primary != nullptr ? primary->async().unused() : 0;
+  }
   std::uint64_t bytes = 0;
   shared_.for_each_context([&](Context& context) {
     if (context.alive() && context.device() == current->device()) bytes += context.unused();

@@ -333,9 +333,11 @@ CUresult hook_cuMemFreeAsync_ptsz(CUdeviceptr address, CUstream stream) noexcept
 }
 
 CUresult hook_cuMemGetInfo_v2(std::size_t* idle, std::size_t* total) noexcept {
+  // Ours first: finding out may give some of it back to the driver.
+  Runtime* rt = idle != nullptr ? serving() : nullptr;
+  const std::uint64_t unused = rt != nullptr ? rt->unused_in_current() : 0;
   const CUresult result = real_cuMemGetInfo_v2(idle, total);
-  Runtime* rt = serving();
-  if (result == CUDA_SUCCESS && idle != nullptr && rt != nullptr) *idle += rt->unused_in_current();
+  if (result == CUDA_SUCCESS && idle != nullptr) *idle += unused;
   return result;
 }
 

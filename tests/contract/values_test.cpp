@@ -153,6 +153,23 @@ TEST_F(Values, MemGetInfoFollowsUse) {
   EXPECT_GE(free_memory() + 64 * MiB, before);
 }
 
+SCENARIO(what_was_freed_is_free) {
+  const std::size_t before = free_memory();
+  for (const std::size_t size : {512 * MiB, 512 * KiB}) {
+    CHECK_CU(CUDA_SUCCESS, driver().MemFree(allocate(size)));
+    if (deferred()) {
+      CHECK_CU(CUDA_SUCCESS, driver().CtxSynchronize());
+    }
+    EXPECT_GE(free_memory() + 64 * MiB, before) << size;
+  }
+}
+
+// Whether Cushion keeps what was freed or gives it back on some occasion.
+TEST_F(Values, WhatWasFreedIsFree) {
+  EXPECT_SCENARIO("what_was_freed_is_free");
+  EXPECT_SCENARIO("what_was_freed_is_free", {"CUSHION_RELEASE_THRESHOLD=0"});
+}
+
 // Programs read how much is free and take most of it, also just after they freed much.
 TEST_F(Values, MostOfWhatMemGetInfoSaysCanBeAllocated) {
   std::vector<CUdeviceptr> blocks(8);
@@ -372,6 +389,27 @@ SCENARIO(primary_context_last_release) {
   });
 }
 
+// Small and large blocks, left behind and cached: all of it is free memory of the next context.
+SCENARIO(primary_context_reset_frees_its_memory) {
+  const std::size_t before = free_memory();
+  for (int round = 0; round < 4; ++round) {
+    for (const std::size_t size : {MiB, 300 * MiB}) {
+      std::vector<CUdeviceptr> freed;
+      for (std::size_t bytes = 0; bytes < 300 * MiB; bytes += size) {
+        allocate(size);
+        freed.push_back(allocate(size));
+      }
+      for (const CUdeviceptr p : freed) CHECK_CU(CUDA_SUCCESS, driver().MemFree(p));
+    }
+    CHECK_CU(CUDA_SUCCESS, driver().DevicePrimaryCtxReset(0));
+    CUcontext primary = nullptr;
+    CHECK_CU(CUDA_SUCCESS, driver().DevicePrimaryCtxRetain(&primary, 0));
+    CHECK_CU(CUDA_SUCCESS, driver().CtxSetCurrent(primary));
+    EXPECT_GE(free_memory() + 200 * MiB, before) << "round " << round;
+  }
+}
+
+TEST_F(Values, PrimaryContextResetFreesItsMemory) { EXPECT_SCENARIO("primary_context_reset_frees_its_memory"); }
 TEST_F(Values, PrimaryContextReset) { EXPECT_SCENARIO("primary_context_reset"); }
 TEST_F(Values, PrimaryContextLastRelease) { EXPECT_SCENARIO("primary_context_last_release"); }
 

@@ -37,7 +37,8 @@ ContextPtr NewContext(CUcontext handle, CUdevice device, unsigned flags) {
   return context;
 }
 
-// Ends a context: its handles at once, then, when its work is done, its memory (contract §2).
+// Ends a context: its handles at once, then, when its work is done, its memory (contract §2). Memory of pools is the
+// device's (measured): it goes with the primary context only.
 void EndContext(Lock& lock, const ContextPtr& context) {
   const auto belongs = [&](const auto& object) { return object.context == context; };
   for (const StreamPtr& stream : context->streams) LeaveCapture(*stream);
@@ -46,7 +47,15 @@ void EndContext(Lock& lock, const ContextPtr& context) {
   driver().events.TakeIf(belongs);
   driver().modules.TakeIf(belongs);
   WaitFor(lock, Pending(*context));
-  for (const BlockPtr& block : driver().blocks.Select(belongs)) Release(block);
+  Device& device = DeviceAt(context->device);
+  const bool primary = context->handle == device.primary;
+  const auto goes = [&](const Block& block) { return belongs(block) && (primary || block.kind != Block::Kind::kPool); };
+  for (const BlockPtr& block : driver().blocks.Select(goes)) Release(block);
+  if (primary) {
+    ResetPools(device);
+  } else {
+    AfterSynchronize(*context);
+  }
   context->streams.clear();
   context->per_thread.clear();
   context->legacy = nullptr;
@@ -85,7 +94,7 @@ void Synchronize(Lock& lock, const ContextPtr& context) {
   RefuseWhileContextCaptures(*context);
   RefuseDuringCapture();
   WaitFor(lock, Pending(*context));
-  TrimAtSynchronize(context->device);
+  AfterSynchronize(*context);
   Require(context->broken == CUDA_SUCCESS, context->broken);
 }
 

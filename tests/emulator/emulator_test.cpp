@@ -180,6 +180,94 @@ TEST_F(Memory, MappedMemoryIsOneBlockOfBytes) {
   CHECK_CU(0, cu.MemAddressFree(p, 2 * unit));
 }
 
+// A pool of the test's own, its threshold so high that a synchronisation gives nothing back.
+class OwnPool {
+ public:
+  OwnPool() {
+    CUmemPoolProps properties{};
+    properties.allocType = CU_MEM_ALLOCATION_TYPE_PINNED;
+    properties.location = {CU_MEM_LOCATION_TYPE_DEVICE, 0};
+    CHECK_CU(0, driver().MemPoolCreate(&pool_, &properties));
+    cuuint64_t threshold = UINT64_MAX;
+    CHECK_CU(0, driver().MemPoolSetAttribute(pool_, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, &threshold));
+  }
+  ~OwnPool() { CHECK_CU(0, driver().MemPoolDestroy(pool_)); }
+  OwnPool(const OwnPool&) = delete;
+  OwnPool& operator=(const OwnPool&) = delete;
+
+  CUdeviceptr Allocate(std::size_t size, CUstream stream) const {
+    CUdeviceptr p = 0;
+    CHECK_CU(0, driver().MemAllocFromPoolAsync(&p, size, pool_, stream));
+    return p;
+  }
+  cuuint64_t used() const { return Figure(CU_MEMPOOL_ATTR_USED_MEM_CURRENT); }
+  cuuint64_t reserved() const { return Figure(CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT); }
+  CUresult Trim() const { return driver().MemPoolTrimTo(pool_, 0); }
+
+ private:
+  cuuint64_t Figure(CUmemPool_attribute attribute) const {
+    cuuint64_t value = 0;
+    CHECK_CU(0, driver().MemPoolGetAttribute(pool_, attribute, &value));
+    return value;
+  }
+  CUmemoryPool pool_ = nullptr;
+};
+
+TEST_F(Memory, APoolAlignsTo512) {
+  const OwnPool pool;
+  Stream stream;
+  const CUdeviceptr small = pool.Allocate(1, stream), large = pool.Allocate((1 << 20) + 1, stream);
+  EXPECT_EQ(large, small + 512);
+  EXPECT_EQ(pool.used(), 1U + (1U << 20) + 1U) << "as requested";
+  for (const CUdeviceptr p : {small, large}) CHECK_CU(0, driver().MemFreeAsync(p, stream));
+  CHECK_CU(0, stream.Synchronize());
+}
+
+TEST_F(Memory, APoolGivesBackWhatTheHostHasSynchronisedWith) {
+  const OwnPool pool;
+  Stream stream;
+  CHECK_CU(0, driver().MemFreeAsync(pool.Allocate(64 << 20, stream), stream));
+  CHECK_CU(0, pool.Trim());
+  EXPECT_GE(pool.reserved(), 64U << 20);
+  CHECK_CU(0, stream.Synchronize());
+  EXPECT_EQ(pool.used(), 0U);
+  CHECK_CU(0, pool.Trim());
+  EXPECT_EQ(pool.reserved(), 0U);
+}
+
+// cuMemFree is on no stream: no synchronisation tells the pool of it.
+TEST_F(Memory, APoolLearnsOfASynchronousFreeWhenItGrows) {
+  const OwnPool pool;
+  Stream stream;
+  CHECK_CU(0, driver().MemFree(pool.Allocate(1000, stream)));
+  CHECK_CU(0, driver().CtxSynchronize());
+  EXPECT_EQ(pool.used(), 1000U);
+  const CUdeviceptr large = pool.Allocate(64 << 20, stream);
+  EXPECT_EQ(pool.used(), 64U << 20);
+  CHECK_CU(0, driver().MemFreeAsync(large, stream));
+  CHECK_CU(0, stream.Synchronize());
+}
+
+TEST_F(Memory, APoolsMemoryOutlivesAContextTheProgramMade) {
+  const OwnPool pool;
+  CUcontext made = nullptr;
+  REQUIRE_CU(0, driver().CtxCreate(&made, 0, device()));
+  CUdeviceptr p = 0;
+  {
+    Stream stream;
+    p = pool.Allocate(64 << 20, stream);
+    CHECK_CU(0, stream.Synchronize());
+  }
+  CHECK_CU(0, driver().CtxDestroy(made));
+  REQUIRE_CU(0, driver().CtxSetCurrent(context()));
+  EXPECT_EQ(pool.used(), 64U << 20);
+  Stream stream;
+  CHECK_CU(0, driver().MemsetD8Async(p, 1, 64 << 20, stream));
+  CHECK_CU(0, driver().MemFreeAsync(p, stream));
+  CHECK_CU(0, stream.Synchronize());
+  EXPECT_EQ(pool.used(), 0U);
+}
+
 TEST_F(Memory, RunsOutAndComesBack) {
   const auto body = [] {
     Gpu gpu;
@@ -569,6 +657,9 @@ TEST_P(Capture, UnsafeCallsOfTheCapturingThreadBreakIt) {
   Stream other;
   Event event;
   CUdeviceptr p = 0;
+  CUmemoryPool pool = nullptr;
+  cuuint64_t figure = 0;
+  CHECK_CU(0, cu.DeviceGetDefaultMemPool(&pool, device()));
   CHECK_CU(0, cu.EventRecord(event, other));
   DeviceBlock block(1000);
   struct Unsafe {
@@ -582,6 +673,8 @@ TEST_P(Capture, UnsafeCallsOfTheCapturingThreadBreakIt) {
       {"cuEventQuery", [&] { return cu.EventQuery(event); }},
       {"cuStreamQuery", [&] { return cu.StreamQuery(other); }},
       {"cuMemAllocAsync", [&] { return cu.MemAllocAsync(&p, 100, other); }},
+      {"cuMemPoolGetAttribute",
+       [&] { return cu.MemPoolGetAttribute(pool, CU_MEMPOOL_ATTR_USED_MEM_CURRENT, &figure); }},
   };
   for (const Unsafe& unsafe : calls) {
     SCOPED_TRACE(unsafe.name);

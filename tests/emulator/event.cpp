@@ -94,7 +94,7 @@ CUresult EventSynchronize(CUevent handle) {
   Require(event->capture == nullptr, CUDA_ERROR_CAPTURED_EVENT);
   const Tasks tasks = event->tasks;
   WaitFor(lock, tasks);
-  TrimAtSynchronize(event->context->device);
+  AfterSynchronize(event->context->device);
   return event->context->broken;
 }
 

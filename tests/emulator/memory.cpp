@@ -50,7 +50,7 @@ void Allocate(CUdeviceptr* out, std::size_t bytes) {
   Require(out != nullptr && bytes > 0);
   const ContextPtr context = CurrentContext();
   RefuseDuringCapture();
-  const Range range = TakeOrTrim(DeviceAt(context->device), bytes);
+  const Range range = TakeOrRefuse(DeviceAt(context->device), bytes);
   *out = NewBlock(Block::Kind::kDevice, context, range, bytes)->base;
 }
 
@@ -147,6 +147,18 @@ void FreeRanges::Give(Range range) {
     }
   }
   free_[range.base] = range.size;
+}
+
+bool FreeRanges::TakeAt(Range range) {
+  const auto next = free_.upper_bound(range.base);
+  if (next == free_.begin()) return false;
+  const auto [base, size] = *std::prev(next);
+  if (range.base + range.size > base + size) return false;
+  free_.erase(base);
+  if (range.base > base) free_[base] = range.base - base;
+  const std::uintptr_t end = range.base + range.size;
+  if (base + size > end) free_[end] = base + size - end;
+  return true;
 }
 
 bool FreeRanges::Whole(Range range) const {
@@ -269,17 +281,8 @@ void Release(const BlockPtr& block) {
   }
 }
 
-std::optional<Range> TryTakeOrTrim(Device& device, std::size_t bytes) {
-  auto range = device.Take(bytes);
-  if (!range) {
-    TrimDevice(device.ordinal, 0);
-    range = device.Take(bytes);
-  }
-  return range;
-}
-
-Range TakeOrTrim(Device& device, std::size_t bytes) {
-  const auto range = TryTakeOrTrim(device, bytes);
+Range TakeOrRefuse(Device& device, std::size_t bytes) {
+  const auto range = device.Take(bytes);
   Require(range.has_value(), CUDA_ERROR_OUT_OF_MEMORY);
   return *range;
 }

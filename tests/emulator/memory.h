@@ -25,6 +25,7 @@ class FreeRanges {
  public:
   std::optional<std::uintptr_t> Take(std::size_t size);
   void Give(Range range);
+  bool TakeAt(Range range);  // false, and nothing taken, where not all of it is free
   bool Whole(Range range) const;
 
  private:
@@ -105,9 +106,8 @@ BlockPtr NewBlock(Block::Kind kind, const ContextPtr& context, Range range, std:
 // The block is gone and its memory is the device's (or the host's) again; of a block gone already, nothing.
 void Release(const BlockPtr& block);
 
-// Device memory for a block, after trimming the device's pools if need be.
-std::optional<Range> TryTakeOrTrim(Device& device, std::size_t bytes);
-Range TakeOrTrim(Device& device, std::size_t bytes);  // refuses with out of memory
+// Device memory for a block; refuses with out of memory. What pools hold and do not use is not the device's.
+Range TakeOrRefuse(Device& device, std::size_t bytes);
 
 // Whether work of the context may touch the bytes now.
 bool Accessible(const Context& context, std::uintptr_t address, std::size_t bytes);

@@ -10,6 +10,9 @@
 namespace emu {
 namespace {
 
+constexpr std::size_t kAlignment = 512;
+constexpr std::size_t kChunk = std::size_t{2} << 20;
+
 std::shared_ptr<Pool> PoolOf(CUmemoryPool handle) {
   std::shared_ptr<Pool> pool = driver().pools.Find(handle);
   Require(pool != nullptr);
@@ -23,7 +26,7 @@ std::vector<std::shared_ptr<Pool>>& all_pools() {
 
 // §4: an allocation on a capturing stream is a node of the graph, and its memory the graph's.
 CUdeviceptr AllocateInGraph(Stream& stream, std::size_t bytes) {
-  const Range range = TakeOrTrim(DeviceAt(stream.context->device), bytes);
+  const Range range = TakeOrRefuse(DeviceAt(stream.context->device), bytes);
   const BlockPtr block = NewBlock(Block::Kind::kGraph, stream.context, range, bytes);
   stream.capture->graph->memory->blocks.push_back(block);
   AddNode(stream, [] {});
@@ -76,6 +79,53 @@ std::uint64_t* Counter(Pool& pool, CUmemPool_attribute attribute) {
 
 }  // namespace
 
+template <class Predicate>
+void Pool::Notice(Predicate noticed) {
+  std::erase_if(free, [&](const Free& entry) {
+    if (!noticed(entry) || !AllDone(entry.fence)) return false;
+    used -= entry.bytes;
+    space.Give(entry.range);
+    return true;
+  });
+}
+
+// Takes out of the free list the best fit that `allowed` admits, and makes the stream wait for its free (for nothing,
+// where the order is known). Work that is still to come on a freed block may touch all of it: such a block is not cut.
+template <class Allowed>
+std::optional<Range> Pool::Reuse(Stream& stream, std::size_t size, const Allowed& allowed) {
+  auto best = free.end();
+  for (auto entry = free.begin(); entry != free.end(); ++entry) {
+    if (entry->range.size < size || (entry->range.size / 2 > size && !AllDone(entry->fence))) continue;
+    if (best != free.end() && best->range.size <= entry->range.size) continue;
+    if (allowed(*entry)) best = entry;
+  }
+  if (best == free.end()) return std::nullopt;
+  MakeWait(stream, best->fence, {});
+  used -= std::exchange(best->bytes, 0);
+  Range taken = best->range;
+  if (AllDone(best->fence)) taken.size = size;
+  best->range = {taken.base + taken.size, best->range.size - taken.size};
+  if (best->range.size == 0) free.erase(best);
+  return taken;
+}
+
+std::optional<Range> Pool::Grow(std::size_t size) {
+  NoticeAll();
+  if (const auto base = space.Take(size)) return Range{*base, size};
+  const std::size_t chunk_size = (size + kChunk - 1) / kChunk * kChunk;
+  auto chunk = DeviceAt(device).Take(chunk_size);
+  if (!chunk) {
+    Trim(0);
+    chunk = DeviceAt(device).Take(chunk_size);
+  }
+  if (!chunk) return std::nullopt;
+  chunks[chunk->base] = chunk->size;
+  space.Give(*chunk);
+  reserved += chunk->size;
+  reserved_high = std::max(reserved_high, reserved);
+  return Range{*space.Take(size), size};
+}
+
 CUdeviceptr Pool::Allocate(Stream& stream, std::size_t bytes) {
   // The kinds of reuse, in the order in which they are tried.
   const auto same_stream = [&](const Free& entry) { return entry.stream == stream.id; };
@@ -85,69 +135,58 @@ CUdeviceptr Pool::Allocate(Stream& stream, std::size_t bytes) {
   };
   const auto complete = [&](const Free& entry) { return reuse_opportunistic != 0 && AllDone(entry.fence); };
   const auto any = [&](const Free&) { return reuse_internal != 0; };
-  Range range{};
-  const auto reuse = [&](const auto& allowed) {
-    auto best = free.end();
-    for (auto entry = free.begin(); entry != free.end(); ++entry) {
-      if (entry->range.size < bytes || entry->range.size / 2 > bytes) continue;
-      if (best != free.end() && best->range.size <= entry->range.size) continue;
-      if (allowed(*entry)) best = entry;
-    }
-    if (best == free.end()) return false;
-    MakeWait(stream, best->fence, {});  // for nothing, where the order is known
-    range = best->range;
-    free.erase(best);
-    return true;
-  };
-  if (!reuse(same_stream) && !reuse(after_event) && !reuse(complete)) {
-    if (const auto fresh = TryTakeOrTrim(DeviceAt(device), bytes)) {
-      range = *fresh;
-      reserved += range.size;
-      reserved_high = std::max(reserved_high, reserved);
-    } else {  // memory is short: the stream is made to wait for another one's free
-      Require(reuse(any), CUDA_ERROR_OUT_OF_MEMORY);
-    }
+  const std::size_t size = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  auto range = Reuse(stream, size, same_stream);
+  if (!range) range = Reuse(stream, size, after_event);
+  if (!range) {
+    if (const auto base = space.Take(size)) range = Range{*base, size};
   }
-  used += range.size;
+  if (!range) range = Reuse(stream, size, complete);
+  if (!range) range = Grow(size);
+  if (!range) range = Reuse(stream, size, any);  // memory is short: the stream waits for another one's free
+  Require(range.has_value(), CUDA_ERROR_OUT_OF_MEMORY);
+  used += bytes;
   used_high = std::max(used_high, used);
-  const BlockPtr block = NewBlock(Block::Kind::kPool, stream.context, range, bytes);
+  const BlockPtr block = NewBlock(Block::Kind::kPool, stream.context, *range, bytes);
   block->device = device;
   block->pool = shared_from_this();
   Submit(stream, nullptr);
   return block->base;
 }
 
-void Pool::Park(const BlockPtr& block, std::uint64_t stream, std::uint64_t count, Tasks fence) {
-  block->freed = true;
-  used -= block->range.size;
-  free.push_back({block->range, stream, count, std::move(fence)});
-}
-
 void Pool::FreeOn(Stream& stream, const BlockPtr& block) {
   // The block stays accessible to work put on the stream before, until the free itself is reached.
+  block->freed = true;
   const TaskPtr reached = Submit(stream, nullptr, {}, [block] { driver().blocks.Remove(block); });
-  Park(block, stream.id, stream.count, {reached});
+  free.push_back({block->range, block->size, stream.context->id, stream.id, stream.count, {reached}});
 }
 
 void Pool::FreeAfter(const BlockPtr& block, const Tasks& fence) {
-  Park(block, 0, 0, {Join(fence, [block] { driver().blocks.Remove(block); })});
+  block->freed = true;
+  free.push_back({block->range, block->size, 0, 0, 0, {Join(fence, [block] { driver().blocks.Remove(block); })}});
 }
 
 void Pool::Discard(const Block& block) {
-  used -= block.range.size;
-  reserved -= block.range.size;
-  DeviceAt(device).Give(block.range);
+  used -= block.size;
+  space.Give(block.range);
+}
+
+void Pool::NoticeAll() {
+  Notice([](const Free&) { return true; });
 }
 
 void Pool::Trim(std::uint64_t keep) {
-  for (auto entry = free.begin(); entry != free.end() && reserved > keep;) {
-    if (!AllDone(entry->fence)) {
-      ++entry;
+  if (reserved <= keep) return;
+  Notice([](const Free& entry) { return entry.context == 0; });
+  for (auto chunk = chunks.begin(); chunk != chunks.end() && reserved > keep;) {
+    const Range range{chunk->first, chunk->second};
+    if (!space.TakeAt(range)) {
+      ++chunk;
       continue;
     }
-    reserved -= entry->range.size;
-    DeviceAt(device).Give(entry->range);
-    entry = free.erase(entry);
+    reserved -= range.size;
+    DeviceAt(device).Give(range);
+    chunk = chunks.erase(chunk);
   }
 }
 
@@ -156,17 +195,34 @@ bool Pool::Admits(CUdevice other) const {
   return found != access.end() && found->second == CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
 }
 
-void TrimDevice(CUdevice device, std::uint64_t keep) {
-  for (const auto& pool : all_pools()) {
-    if (pool->device == device) pool->Trim(keep);
-  }
+void AfterSynchronize(const Stream& stream) {
+  for (const auto& pool : all_pools()) pool->Notice([&](const auto& entry) { return entry.stream == stream.id; });
+  AfterSynchronize(stream.context->device);
 }
 
-void TrimAtSynchronize(CUdevice device) {
+void AfterSynchronize(const Context& context) {
+  for (const auto& pool : all_pools()) pool->Notice([&](const auto& entry) { return entry.context == context.id; });
+  AfterSynchronize(context.device);
+}
+
+void AfterSynchronize(CUdevice device) {
   for (const auto& pool : all_pools()) {
-    if (pool->device == device) pool->Trim(pool->alive ? pool->threshold : 0);
+    if (pool->device != device) continue;
+    if (!pool->alive) pool->NoticeAll();
+    pool->Trim(pool->alive ? pool->threshold : 0);
   }
   std::erase_if(all_pools(), [](const auto& pool) { return !pool->alive && pool->reserved == 0; });
+}
+
+void ResetPools(Device& device) {
+  for (const auto& pool : all_pools()) {
+    if (pool->device != device.ordinal) continue;
+    pool->alive = pool->handle == device.default_pool;
+    pool->NoticeAll();
+    pool->Trim(0);
+  }
+  device.current_pool = device.default_pool;
+  driver().pools.TakeIf([](const Pool& pool) { return !pool.alive; });
 }
 
 CUresult MemAllocAsync(CUdeviceptr* out, size_t bytes, CUstream stream) {
@@ -239,6 +295,7 @@ CUresult DeviceSetMemPool(CUdevice ordinal, CUmemoryPool handle) {
 
 CUresult MemPoolCreate(CUmemoryPool* out, const CUmemPoolProps* properties) {
   Lock lock(global_mutex());
+  RefuseDuringCapture();
   Require(out != nullptr && properties != nullptr);
   Require(properties->allocType == CU_MEM_ALLOCATION_TYPE_PINNED &&
           properties->location.type == CU_MEM_LOCATION_TYPE_DEVICE);
@@ -250,24 +307,28 @@ CUresult MemPoolCreate(CUmemoryPool* out, const CUmemPoolProps* properties) {
 // The pool's blocks stay valid; its memory goes back as they are freed.
 CUresult MemPoolDestroy(CUmemoryPool handle) {
   Lock lock(global_mutex());
+  RefuseDuringCapture();
   const std::shared_ptr<Pool> pool = PoolOf(handle);
   Device& device = DeviceAt(pool->device);
   Require(handle != device.default_pool);
   if (device.current_pool == handle) device.current_pool = device.default_pool;
   driver().pools.Take(handle);
   pool->alive = false;
+  pool->NoticeAll();
   pool->Trim(0);
   return CUDA_SUCCESS;
 }
 
 CUresult MemPoolTrimTo(CUmemoryPool handle, size_t keep) {
   Lock lock(global_mutex());
+  RefuseDuringCapture();
   PoolOf(handle)->Trim(keep);
   return CUDA_SUCCESS;
 }
 
 CUresult MemPoolSetAttribute(CUmemoryPool handle, CUmemPool_attribute attribute, void* value) {
   Lock lock(global_mutex());
+  RefuseDuringCapture();
   const std::shared_ptr<Pool> pool = PoolOf(handle);
   Require(value != nullptr);
   if (int* const flag = Flag(*pool, attribute)) {
@@ -295,6 +356,7 @@ CUresult MemPoolSetAttribute(CUmemoryPool handle, CUmemPool_attribute attribute,
 
 CUresult MemPoolGetAttribute(CUmemoryPool handle, CUmemPool_attribute attribute, void* value) {
   Lock lock(global_mutex());
+  RefuseDuringCapture();
   const std::shared_ptr<Pool> pool = PoolOf(handle);
   Require(value != nullptr);
   if (const int* const flag = Flag(*pool, attribute)) {
@@ -309,6 +371,7 @@ CUresult MemPoolGetAttribute(CUmemoryPool handle, CUmemPool_attribute attribute,
 
 CUresult MemPoolSetAccess(CUmemoryPool handle, const CUmemAccessDesc* descriptions, size_t count) {
   Lock lock(global_mutex());
+  RefuseDuringCapture();
   const std::shared_ptr<Pool> pool = PoolOf(handle);
   Require(descriptions != nullptr);
   for (size_t i = 0; i < count; ++i) {
@@ -320,6 +383,7 @@ CUresult MemPoolSetAccess(CUmemoryPool handle, const CUmemAccessDesc* descriptio
 
 CUresult MemPoolGetAccess(CUmemAccess_flags* flags, CUmemoryPool handle, CUmemLocation* location) {
   Lock lock(global_mutex());
+  RefuseDuringCapture();
   const std::shared_ptr<Pool> pool = PoolOf(handle);
   Require(flags != nullptr && location != nullptr);
   const auto found = pool->access.find(location->id);

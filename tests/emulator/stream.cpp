@@ -176,7 +176,7 @@ CUresult StreamSynchronize(CUstream handle) {
   RefuseOn(*stream);
   RefuseDuringCapture();
   WaitFor(lock, Pending(*stream));
-  TrimAtSynchronize(stream->context->device);
+  AfterSynchronize(*stream);
   return stream->context->broken;
 }
 

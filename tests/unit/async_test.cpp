@@ -3,9 +3,12 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <future>
+#include <set>
+#include <thread>
 #include <vector>
 
 #include "core/runtime.h"
@@ -52,7 +55,14 @@ class AsyncTest : public harness::GpuTest {
   // 0 where the allocation is the driver's.
   CUdeviceptr Malloc(std::size_t bytes) {
     CUdeviceptr p = 0;
-    return runtime_->malloc(&p, bytes, Api::malloc) ? p : 0;
+    if (!runtime_->malloc(&p, bytes, Api::malloc)) return 0;
+    pools_.insert(PoolOf(p));
+    return p;
+  }
+  static CUmemoryPool PoolOf(CUdeviceptr p) {
+    CUmemoryPool from = nullptr;
+    CHECK_CU(0, driver().PointerGetAttribute(&from, CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE, p));
+    return from;
   }
   // What the hook answers: the runtime, else the driver.
   CUresult Free(CUdeviceptr p) {
@@ -69,43 +79,61 @@ class AsyncTest : public harness::GpuTest {
     return blocks;
   }
 
-  cuuint64_t Figure(CUmemPool_attribute attribute) {
+  static cuuint64_t Figure(CUmemoryPool of, CUmemPool_attribute attribute) {
     cuuint64_t value = 0;
-    CHECK_CU(0, driver().MemPoolGetAttribute(pool, attribute, &value));
+    CHECK_CU(0, driver().MemPoolGetAttribute(of, attribute, &value));
     return value;
   }
-  cuuint64_t used() { return Figure(CU_MEMPOOL_ATTR_USED_MEM_CURRENT); }
-  cuuint64_t reserved() { return Figure(CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT); }
-  cuuint64_t threshold() { return Figure(CU_MEMPOOL_ATTR_RELEASE_THRESHOLD); }
+  // Of every pool that served; a pool knows what is free once the allocator has told it.
+  cuuint64_t Sum(CUmemPool_attribute attribute) {
+    runtime_->unused_in_current();
+    cuuint64_t sum = 0;
+    for (const CUmemoryPool each : pools_) sum += Figure(each, attribute);
+    return sum;
+  }
+  cuuint64_t used() { return Sum(CU_MEMPOOL_ATTR_USED_MEM_CURRENT); }
+  cuuint64_t reserved() { return Sum(CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT); }
+  cuuint64_t threshold() { return Figure(pool, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD); }
   void SetThreshold(cuuint64_t bytes) {
     CHECK_CU(0, driver().MemPoolSetAttribute(pool, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, &bytes));
   }
   const Counters& counters() { return shared().counters; }
 
-  CUmemoryPool pool = nullptr;
+  CUmemoryPool pool = nullptr;  // the default one
 
  private:
   Runtime* runtime_ = nullptr;
+  std::set<CUmemoryPool> pools_;
 };
 
 // ---- which bytes -------------------------------------------------------------------------------------------------
 
-TEST_F(AsyncTest, ABlockComesFromTheDefaultPoolAndIsEveryStreams) {
+TEST_F(AsyncTest, ABlockIsEveryStreams) {
   Start();
   TestStream s;
   const SharedWord bad;
-  const CUdeviceptr p = Malloc(3 * kMiB);
-  ASSERT_NE(p, 0u);
-  CUmemoryPool from = nullptr;
-  CHECK_CU(0, driver().PointerGetAttribute(&from, CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE, p));
-  EXPECT_EQ(from, pool);
-  CHECK_CU(0, harness::LaunchFill(s, p, 3 * kMiB, 5));
-  CHECK_CU(0, harness::LaunchCheck(s, p, 3 * kMiB, 5, bad.on_device()));
-  s.Finish();
-  EXPECT_EQ(bad.Get(), 0u);
-  CHECK_CU(0, Free(p));
-  EXPECT_EQ(used(), 0u);
-  EXPECT_EQ(Malloc(3 * kMiB), p) << "a block whose free waited is the next one";
+  for (const std::size_t bytes : {std::size_t{1'000}, 3 * kMiB}) {
+    const CUdeviceptr p = Malloc(bytes);
+    ASSERT_NE(p, 0u);
+    CHECK_CU(0, harness::LaunchFill(s, p, bytes, 5));
+    CHECK_CU(0, harness::LaunchCheck(s, p, bytes, 5, bad.on_device()));
+    s.Finish();
+    EXPECT_EQ(bad.Get(), 0u);
+    CHECK_CU(0, Free(p));
+    EXPECT_EQ(used(), 0u);
+    EXPECT_EQ(Malloc(bytes), p) << "a block whose free waited is the next one";
+    CHECK_CU(0, Free(p));
+  }
+}
+
+TEST_F(AsyncTest, BigBlocksComeFromAPoolOfTheirOwn) {
+  Start();
+  EXPECT_EQ(PoolOf(Malloc(1)), pool);
+  EXPECT_EQ(PoolOf(Malloc(kMiB)), pool);
+  const CUmemoryPool other = PoolOf(Malloc(kMiB + 1));
+  EXPECT_NE(other, nullptr);
+  EXPECT_NE(other, pool);
+  EXPECT_EQ(PoolOf(Malloc(3 * kMiB)), other);
 }
 
 // The program may forbid the pool what it does by itself; memory must not pile up for that.
@@ -120,22 +148,32 @@ TEST_F(AsyncTest, WhatASyncFreeGaveBackIsTheNextBlockWithoutOpportunisticReuse) 
   CHECK_CU(0, driver().MemPoolSetAttribute(pool, CU_MEMPOOL_ATTR_REUSE_ALLOW_OPPORTUNISTIC, &allowed));
 }
 
+// The driver aligns blocks of a pool to 512 bytes, big ones too.
 TEST_F(AsyncTest, BlocksAreAligned) {
   Start();
-  for (const std::size_t bytes : {std::size_t{1}, std::size_t{513}, std::size_t{kMiB + 1}, std::size_t{3 * kMiB + 7}})
-    EXPECT_EQ(Malloc(bytes) % (bytes > kMiB ? 64 << 10 : 512), 0u) << bytes;
+  for (int round = 0; round < 3; ++round) {
+    for (const std::size_t bytes : {std::size_t{1}, std::size_t{513}, kMiB + 1, 2 * kMiB, 3 * kMiB + 7}) {
+      const CUdeviceptr p = Malloc(bytes);
+      EXPECT_NE(p, 0u) << bytes;
+      EXPECT_EQ(p % (bytes > kMiB ? 64 << 10 : 512), 0u) << bytes;
+    }
+  }
 }
 
 TEST_F(AsyncTest, ABlockTheDriverAlignsTooLittleGoesBack) {
   Start();
   static PFN_cuMemAllocFromPoolAsync_v11020 real;
+  static CUmemoryPool used_pool;
   real = table().cuMemAllocFromPoolAsync;
   table().cuMemAllocFromPoolAsync = [](CUdeviceptr* out, std::size_t, CUmemoryPool from, CUstream stream) {
+    used_pool = from;
     EXPECT_EQ(CUDA_SUCCESS, real(out, 512, from, stream));
     return real(out, 512, from, stream);  // the second of a page
   };
   EXPECT_EQ(Malloc(kMiB + 1), 0u);
-  EXPECT_EQ(used(), 512u) << "of the two that the test's driver took, the one handed over went back";
+  CHECK_CU(0, driver().CtxSynchronize());
+  EXPECT_EQ(Figure(used_pool, CU_MEMPOOL_ATTR_USED_MEM_CURRENT), 512u)
+      << "of the two that the test's driver took, the one handed over went back";
   EXPECT_EQ(live(), 0u);
 }
 
@@ -171,10 +209,13 @@ TEST_F(AsyncTest, ServedBlocksAreCountedAndRemembered) {
 TEST_F(AsyncTest, TheThresholdIsRaisedFromItsDefaultAndMemoryStays) {
   Start();
   EXPECT_EQ(threshold(), 0u) << "nothing is touched before the first allocation";
-  CHECK_CU(0, Free(Malloc(3 * kMiB)));
+  CHECK_CU(0, Free(Malloc(kMiB)));
   EXPECT_EQ(threshold(), UINT64_MAX);
+  const CUdeviceptr big = Malloc(3 * kMiB);
+  EXPECT_EQ(Figure(PoolOf(big), CU_MEMPOOL_ATTR_RELEASE_THRESHOLD), UINT64_MAX);
+  CHECK_CU(0, Free(big));
   CHECK_CU(0, driver().CtxSynchronize());
-  EXPECT_GE(reserved(), 3 * kMiB);
+  EXPECT_GE(reserved(), 4 * kMiB);
 }
 
 TEST_F(AsyncTest, AnAsyncAllocationRaisesItTooAndIsTheDrivers) {
@@ -190,6 +231,7 @@ TEST_F(AsyncTest, TheThresholdIsTheOptions) {
   Start({"CUSHION_RELEASE_THRESHOLD=8MiB"});
   ASSERT_NE(Malloc(kMiB), 0u);
   EXPECT_EQ(threshold(), 8 * kMiB);
+  EXPECT_EQ(Figure(PoolOf(Malloc(3 * kMiB)), CU_MEMPOOL_ATTR_RELEASE_THRESHOLD), 8 * kMiB);
 }
 
 TEST_F(AsyncTest, TheProgramsOwnThresholdStays) {
@@ -225,7 +267,7 @@ TEST_F(AsyncTest, ASyncFreeWaitsForItsContext) {
   gate.Hold(s);
   std::future<CUresult> freed = std::async(std::launch::async, [&] { return Free(p); });
   EXPECT_EQ(freed.wait_for(20ms), std::future_status::timeout);
-  EXPECT_EQ(used(), 1'024u);
+  EXPECT_EQ(used(), 1'000u);
   gate.Open();
   CHECK_CU(0, freed.get());
   EXPECT_EQ(used(), 0u);
@@ -282,8 +324,15 @@ TEST_P(AsyncWithoutFence, BesideACaptureAFreeWaitsAndNothingIsServed) {
 }
 
 // A full device: the driver makes the allocation wait for another stream's free, which waits for the host.
-TEST_F(AsyncTest, WhereTheDriverWaitsForAnotherStreamTheHostDoesNotForLong) {
-  Start();
+class AsyncOnAFullDevice : public AsyncTest, public testing::WithParamInterface<const char*> {};
+INSTANTIATE_TEST_SUITE_P(Init, AsyncOnAFullDevice, testing::Values("none", "junk"),
+                         [](const auto& init) { return std::string(init.param); });
+
+TEST_P(AsyncOnAFullDevice, WhereTheDriverWaitsForAnotherStreamTheHostDoesNotForLong) {
+  const std::string init = std::string("CUSHION_INIT=") + GetParam();
+  Start({init.c_str()});
+  // Filling takes the emulated device long; here it is what waits before it that counts.
+  table().cuMemsetD8Async = [](CUdeviceptr, unsigned char, std::size_t, CUstream) { return CUDA_SUCCESS; };
   TestStream s;
   ASSERT_NE(Malloc(1), 0u);  // its own streams are there
   const CUdeviceptr p = Malloc(64 * kMiB);
@@ -292,11 +341,11 @@ TEST_F(AsyncTest, WhereTheDriverWaitsForAnotherStreamTheHostDoesNotForLong) {
   gate.Hold(s);
   CHECK_CU(0, FreeAsync(p, s));
   EXPECT_EQ(Malloc(64 * kMiB), 0u);
-  EXPECT_NE(Malloc(32 * kMiB), 0u) << "the stream that waits is not used any more";
+  EXPECT_NE(Malloc(2 * kMiB), 0u) << "the stream that waits is not used any more";
   EXPECT_TRUE(s.Busy());
   gate.Open();
   CHECK_CU(0, driver().CtxSynchronize());
-  EXPECT_EQ(used(), 32 * kMiB + 512) << "what came too late went back";
+  EXPECT_EQ(used(), 2 * kMiB + 1) << "what came too late went back";
 }
 
 // ---- frees -------------------------------------------------------------------------------------------------------
@@ -395,6 +444,25 @@ TEST_F(AsyncTest, ADeviceWhosePoolsTheProgramManagesIsNotServed) {
   CHECK_CU(0, Free(p));
 }
 
+// Destroying a context that the program made would not give the memory back: it is the device's.
+TEST_F(AsyncTest, OnlyThePrimaryContextIsServed) {
+  Runtime& runtime = Start();
+  CHECK_CU(0, Free(Malloc(64 * kMiB)));
+  const std::uint64_t unused = runtime.unused_in_current();
+  EXPECT_GE(unused, 64 * kMiB);
+  CUcontext mine = nullptr;
+  REQUIRE_CU(0, driver().CtxCreate(&mine, 0, 0));
+  runtime.context_created(mine);
+  EXPECT_EQ(Malloc(1'000), 0u);
+  EXPECT_EQ(Malloc(3 * kMiB), 0u);
+  EXPECT_NE(runtime.find_context(mine), nullptr) << "the program's own context is known";
+  EXPECT_EQ(runtime.unused_in_current(), unused) << "free memory is the device's";
+  CHECK_CU(0, driver().CtxDestroy(mine));
+  runtime.ended(mine);
+  CHECK_CU(0, driver().CtxSetCurrent(context()));
+  EXPECT_NE(Malloc(1'000), 0u);
+}
+
 TEST_F(AsyncTest, AContextThatEndsIsNotServed) {
   Runtime& runtime = Start();
   ASSERT_NE(Malloc(1'000), 0u);
@@ -409,23 +477,25 @@ TEST_F(AsyncTest, AContextThatEndsIsNotServed) {
 TEST_F(AsyncTest, PeersReachWhatWasServedBefore) {
   const auto program = [&] {
     Runtime& runtime = Start();
+    const CUdeviceptr small = Malloc(1'000);
     const CUdeviceptr p = Malloc(3 * kMiB);
     const harness::Gpu other(1);
     CHECK_CU(0, harness::LoadKernels());
     CHECK_CU(0, driver().CtxEnablePeerAccess(context(), 0));
     runtime.peer_enabled(context(), true);
     const harness::Stream stream;
-    CHECK_CU(0, harness::LaunchFill(stream, p, kMiB, 7));
+    for (const CUdeviceptr reached : {small, p}) CHECK_CU(0, harness::LaunchFill(stream, reached, 1'000, 7));
     CHECK_CU(0, stream.Synchronize());
     CHECK_CU(0, driver().CtxSetCurrent(context()));
     EXPECT_EQ(Malloc(1'000), 0u) << "the driver's own memory is in reach";
     // A free waits for its own context on the host, and for the peer's before the memory is used again.
     CHECK_CU(0, harness::LaunchHold(stream, 50 * kMillisecond));
+    const CUmemoryPool from = PoolOf(p);
     CHECK_CU(0, Free(p));
     CHECK_CU(CUDA_ERROR_NOT_READY, driver().StreamQuery(stream));
     const TestStream s;
     CUdeviceptr q = 0;
-    CHECK_CU(0, driver().MemAllocAsync(&q, 3 * kMiB, s));
+    CHECK_CU(0, driver().MemAllocFromPoolAsync(&q, 3 * kMiB, from, s));
     EXPECT_NE(q, p);
     CHECK_CU(0, stream.Synchronize());
     return HasFailure() ? 1 : 0;
@@ -439,21 +509,25 @@ TEST_F(AsyncTest, PeersReachWhatWasServedBefore) {
 TEST_F(AsyncTest, AResetTakesBlocksAndStreamsAlong) {
   Runtime& runtime = Start();
   const CUdeviceptr p = Malloc(1'000);
+  const CUdeviceptr big = Malloc(3 * kMiB);
   REQUIRE_CU(0, driver().DevicePrimaryCtxReset(0));
   runtime.ended(context());
   EXPECT_EQ(live(), 0u);
   EXPECT_EQ(shared().from_driver_pool[0].current(), 0u);
-  EXPECT_EQ(counters().reset_blocks, 1u);
-  EXPECT_EQ(counters().reset_bytes, 1'000u);
+  EXPECT_EQ(counters().reset_blocks, 2u);
+  EXPECT_EQ(counters().reset_bytes, 1'000 + 3 * kMiB);
   CHECK_CU(1, Free(p));
+  CHECK_CU(1, Free(big));
 
   CUcontext again = nullptr;
   SetThreshold(0);
   REQUIRE_CU(0, driver().DevicePrimaryCtxRetain(&again, 0));
-  const CUdeviceptr q = Malloc(1'000);
-  EXPECT_NE(q, 0u);
+  for (const std::size_t bytes : {std::size_t{1'000}, 3 * kMiB}) {
+    const CUdeviceptr q = Malloc(bytes);
+    EXPECT_NE(q, 0u) << "from the pools of the new context";
+    CHECK_CU(0, Free(q));
+  }
   EXPECT_EQ(threshold(), UINT64_MAX);
-  CHECK_CU(0, Free(q));
   driver().DevicePrimaryCtxRelease(0);
 }
 
@@ -550,6 +624,21 @@ TEST_F(AsyncTest, WhatThePoolDoesNotUseIsFreeMemoryAndGoesBack) {
   CHECK_CU(0, Free(kept));
 }
 
+TEST_F(AsyncTest, ReadingHowMuchIsFreeWaitsForNobody) {
+  Runtime& runtime = Start({"CUSHION_FREE=deferred"});
+  TestStream s;
+  Gate gate;
+  const CUdeviceptr p = Malloc(64 * kMiB);
+  gate.Hold(s);
+  CHECK_CU(0, Free(p));
+  const std::uint64_t before = runtime.unused_in_current();
+  EXPECT_LT(before, 64 * kMiB) << "it may be in use";
+  EXPECT_TRUE(s.Busy());
+  gate.Open();
+  CHECK_CU(0, driver().CtxSynchronize());
+  EXPECT_EQ(runtime.unused_in_current(), before + 64 * kMiB);
+}
+
 TEST_F(AsyncTest, ReliefWaitsForWhatIsStillInUseWithinBounds) {
   Runtime& runtime = Start({"CUSHION_FREE=deferred"});
   TestStream s;
@@ -563,10 +652,43 @@ TEST_F(AsyncTest, ReliefWaitsForWhatIsStillInUseWithinBounds) {
   }
   CHECK_CU(0, driver().CtxSynchronize());
   const CUdeviceptr q = Malloc(64 * kMiB);
+  CHECK_CU(0, Free(Malloc(32 * kMiB)));
   CHECK_CU(0, harness::LaunchHold(s, 5 * kMillisecond));
   CHECK_CU(0, Free(q));
-  EXPECT_TRUE(runtime.relieve(0));
+  EXPECT_TRUE(runtime.relieve(0)) << "for all of it, though a part goes back at once";
   EXPECT_EQ(reserved(), used());
+}
+
+TEST_F(AsyncTest, ThreadsKeepTheirBytesWhileFiguresAreReadAndPoolsTrimmed) {
+  Runtime& runtime = Start({"CUSHION_FREE=deferred"});
+  constexpr int kThreads = 3, kRounds = 60;
+  const SharedWord bad;
+  std::atomic<int> running{kThreads};
+  std::vector<std::thread> threads;
+  for (int t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&, t] {
+      CHECK_CU(0, driver().CtxSetCurrent(context()));
+      const harness::Stream stream;
+      for (int round = 0; round < kRounds; ++round) {
+        const std::size_t bytes = round % 2 == 0 ? 4'096 : 2 * kMiB;
+        const auto byte = static_cast<std::uint8_t>(t * kRounds + round);
+        CUdeviceptr p = 0;
+        ASSERT_TRUE(runtime.malloc(&p, bytes, Api::malloc));
+        CHECK_CU(0, harness::LaunchFill(stream, p, 4'096, byte));
+        CHECK_CU(0, harness::LaunchCheck(stream, p, 4'096, byte, bad.on_device()));
+        CHECK_CU(0, Free(p));
+      }
+      CHECK_CU(0, stream.Synchronize());
+      --running;
+    });
+  }
+  while (running != 0) {
+    runtime.unused_in_current();
+    runtime.relieve(0);
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(bad.Get(), 0u);
+  EXPECT_EQ(live(), 0u);
 }
 
 TEST_F(AsyncTest, BesideACaptureNothingGoesBack) {
@@ -574,6 +696,7 @@ TEST_F(AsyncTest, BesideACaptureNothingGoesBack) {
   CHECK_CU(0, Free(Malloc(64 * kMiB)));
   shared().gate.begin();  // some thread is about to begin one
   EXPECT_FALSE(runtime.relieve(0));
+  EXPECT_EQ(runtime.unused_in_current(), 0u) << "nor is a pool asked";
   shared().gate.begun(nullptr, nullptr, 0, false);
   EXPECT_TRUE(runtime.relieve(0));
 }
@@ -599,9 +722,10 @@ std::vector<AsyncFault> AsyncFaults() {
   std::vector<AsyncFault> faults;
   for (const auto& [function, before] :
        {Calls{"cuDeviceGetDefaultMemPool", 1}, Calls{"cuMemPoolGetAttribute", 0}, Calls{"cuMemPoolSetAttribute", 1},
-        Calls{"cuStreamCreate", 0}, Calls{"cuMemAllocFromPoolAsync", 0}, Calls{"cuStreamQuery", 0},
-        Calls{"cuEventCreate", 0}, Calls{"cuCtxRecordEvent", 0}, Calls{"cuStreamWaitEvent", 0},
-        Calls{"cuEventSynchronize", 0}, Calls{"cuMemFreeAsync", 0}, Calls{"cuMemPoolTrimTo", 1}}) {
+        Calls{"cuMemPoolCreate", 0}, Calls{"cuStreamSynchronize", 0}, Calls{"cuStreamCreate", 0},
+        Calls{"cuMemAllocFromPoolAsync", 0}, Calls{"cuStreamQuery", 0}, Calls{"cuEventCreate", 0},
+        Calls{"cuCtxRecordEvent", 0}, Calls{"cuStreamWaitEvent", 0}, Calls{"cuEventSynchronize", 0},
+        Calls{"cuMemFreeAsync", 0}, Calls{"cuMemPoolTrimTo", 1}}) {
     for (int call = before + 1; call <= before + 3; ++call) {
       for (const char* free : {"sync", "deferred"}) faults.push_back({function, call, free});
     }
@@ -620,7 +744,7 @@ TEST_P(AsyncFaultTest, NothingIsLostAndNoBlockIsInTwoHands) {
     for (int round = 0; round < 4; ++round) {
       std::vector<CUdeviceptr> blocks;
       for (int i = 0; i < 3; ++i) {
-        const CUdeviceptr p = Malloc(kMiB);
+        const CUdeviceptr p = Malloc(i == 0 ? 2 * kMiB : kMiB);
         if (p == 0) continue;
         for (const CUdeviceptr other : blocks) EXPECT_NE(p, other);
         blocks.push_back(p);
