@@ -2,15 +2,14 @@
 //
 //   BM_MultiStreamAllocations/<allocator>/<streams>/<kernels>/<prewarm>
 //
-// One iteration gives each of `kernels` compute-bound kernels of one thread a block of its own, round robin over
+// One step gives each of `kernels` compute-bound kernels of one thread a block of its own, round robin over
 // `streams`, and waits for the device. The kernels overlap if reuse of freed blocks adds no wait: 4 on 4 streams
 // then take as long as 1.
-//   prewarm 1: every stream has allocated and freed before.
-//   prewarm 0: the process starts anew with new streams: memory is reserved, if the allocator reserves any, and no
-//              stream has allocated yet.
-// Everything else is warm in both: the context, the module, the clocks, the streams.
-//
-// --profile runs every selected benchmark once, for a profiler.
+//   prewarm 0: no stream has allocated yet.
+//   prewarm 1: every stream has allocated and freed once.
+// A repetition times one step, because a single step takes longer than the mean of many. Before it the process starts
+// anew with new streams: memory is reserved, if the allocator reserves any, and everything else is warm: the context,
+// the module, the clocks, the streams.
 
 #include <chrono>
 #include <memory>
@@ -60,7 +59,7 @@ void multi_stream(benchmark::State& state, const Resource& resource, int stream_
     }
     bench::check(cudaDeviceSynchronize(), "prewarming");
   }
-  for (auto _ : state) {
+  for (auto _ : state) {  // once
     const auto begin = std::chrono::steady_clock::now();
     bool ok = true;
     for (int i = 0; i < kernels; ++i) {
@@ -77,7 +76,6 @@ void multi_stream(benchmark::State& state, const Resource& resource, int stream_
 
 int main(int argc, char** argv) {
   const bench::Allocator allocator{argc, argv};
-  const bool profile = bench::take_flag(argc, argv, "profile", "no").empty();
   bench::require_device();
   for (const bool prewarm : {false, true}) {
     for (const int streams : {1, 2, 4}) {
@@ -85,12 +83,13 @@ int main(int argc, char** argv) {
         const std::string name = "BM_MultiStreamAllocations/" + allocator.name() + "/" + std::to_string(streams) + "/" +
                                  std::to_string(kernels) + "/" + std::to_string(prewarm);
         const auto workload = [=, &allocator](benchmark::State& state) {
-          if (!prewarm) allocator.start_anew();
+          allocator.start_anew();
           allocator.use([&](const auto& resource) { multi_stream(state, resource, streams, kernels, prewarm); });
         };
-        auto* registered = benchmark::RegisterBenchmark(name.c_str(), workload);
-        registered->Unit(benchmark::kMicrosecond)->UseManualTime();
-        if (profile || !prewarm) registered->Iterations(1);
+        benchmark::RegisterBenchmark(name.c_str(), workload)
+            ->Unit(benchmark::kMicrosecond)
+            ->UseManualTime()
+            ->Iterations(1);
       }
     }
   }

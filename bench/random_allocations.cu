@@ -4,6 +4,10 @@
 //
 // One iteration makes `count` allocations, of 1 byte to `max MiB` uniformly, and as many frees of blocks chosen
 // at random, with at most 16000 MiB in use (uniform_trace in traces.h).
+//
+// Linked with the shared CUDA runtime, whose own symbols a preload can serve, so that what is measured is the
+// allocator: under the static runtime every call also passes through that (pair.cu measures both). The build with RMM
+// is linked with the static runtime, as RMM itself is.
 
 #include "allocator.h"
 

@@ -2,17 +2,22 @@
 """Runs the benchmarks natively, under Cushion, under the null hook and with RMM, in one go on one GPU.
 
     run.py BUILD_DIR OUT_DIR               the whole table, in about 8 minutes
-    run.py BUILD_DIR OUT_DIR --goals       what the goals are judged on, in about 4 minutes
+    run.py BUILD_DIR OUT_DIR --goals       what the goals are judged on, the most important first, in 260 s
     run.py BUILD_DIR OUT_DIR --complete    cells of native CUDA and RMM too that take minutes each
     run.py BUILD_DIR OUT_DIR --emulator    without a GPU: the driver-API program over the emulated driver. Bytes held,
                                            and CPU time, which says what Cushion costs and nothing about a GPU
 
     --only PROGRAM,...                     these programs; what OUT_DIR has of the others stays
+    --rounds N                             3 by default
+
+Machines change speed while they measure, so no allocator is measured in one go: in each round of a program all its
+allocators run once, briefly and in turn, and medians are over all rounds. Benchmarks too slow for that run in the first
+round only.
 
 OUT_DIR gets Google Benchmark's JSON for every program and allocator (PROGRAM.API.ALLOCATOR.json), machine.json
-and summary.json: medians of the repetitions, bytes held, goals. The commit is CUSHION_COMMIT, or the checkout's where
-there is git. Exit code: 0, 1 if a program failed or ran out of time, 77 without a GPU. A missed goal is printed, not an
-error: machines differ. Programs linked with RMM are left out where they were not built.
+and summary.json: medians, bytes held, goals. The commit is CUSHION_COMMIT, or the checkout's where there is git. Exit
+code: 0, 1 if a program failed, 77 without a GPU. A missed goal is printed, and so is what the time did not suffice for:
+neither is an error, because machines differ. Programs linked with RMM are left out where they were not built.
 """
 
 import argparse
@@ -55,6 +60,7 @@ def rmm(title):
 ALLOCATORS = {  # in the order of the columns; the first is what the others are compared with
     "native": Allocator("native"),
     "pool": cushion("Cushion, `sync`", allocator="pool", free="sync"),
+    "pool_large": cushion("Cushion, large magazines", allocator="pool", free="sync", magazine_size="4GiB"),
     "pool_deferred": cushion("Cushion, `deferred`", allocator="pool", free="deferred"),
     "pool_track": cushion("Cushion, tracking", allocator="pool", free="sync", track="on"),
     "arena": cushion("Cushion, arena", allocator="arena", free="sync"),
@@ -68,11 +74,16 @@ ALLOCATORS = {  # in the order of the columns; the first is what the others are 
     "rmm_cuda_async": rmm("RMM cuda_async"),
 }
 # With which setting Cushion runs each column (max MiB) of the table of random allocations, timed and for bytes held.
-COLUMNS = {1: "pool", 4: "pool", 64: "pool", 256: "pool", 1024: "pool", 4096: "pool"}
+COLUMNS = {1: "pool_large", 4: "pool_large", 64: "pool", 256: "pool", 1024: "pool", 4096: "pool"}
 
 ALL = ("native", "pool", "pool_deferred", "null")
 REAL = ("native", "pool", "pool_deferred")  # where a kernel touches its block
 BESIDE = ("pool", "arena", "binning", "rmm_pool", "rmm_arena", "rmm_binning", "rmm_cuda_async", "native")
+
+
+# Of the benchmarks, further rounds run neither those of which an iteration takes longer than SLOW_CELL seconds, nor any
+# of a process that takes longer than SLOW_TURN with the rest.
+SLOW_CELL, SLOW_TURN = 1, 15
 
 
 @dataclasses.dataclass
@@ -82,50 +93,67 @@ class Program:
     allocators: tuple = ALL
     select: dict = dataclasses.field(default_factory=dict)  # allocator → regular expression of benchmark names
     settings: dict = dataclasses.field(default_factory=dict)  # Cushion's, where they are not the allocator's
-    once: tuple = ()  # allocators for which one repetition must do
-    held: str = ""  # benchmarks that count bytes held, run beside those selected; each in a process of its own, because
-    #                 what a process holds it keeps, and under Cushion its report says how much
+    repetitions: int = 1  # in a round
+    # Allocator → regular expression of the benchmarks that count bytes held. They run once, each in a process of its own,
+    # because what a process holds it keeps, and under Cushion its report says how much. An allocator that is here and
+    # not in `select` is not timed.
+    held: dict = dataclasses.field(default_factory=dict)
 
     def label(self, allocator):
         return f"{self.name}.{self.api}.{allocator}"
 
 
+def of_columns(before):
+    """Allocator → regular expression of its columns' cells, for those that serve only some columns."""
+    columns = {name: "|".join(str(column) for column in COLUMNS if COLUMNS[column] == name)
+               for name in COLUMNS.values() if name != "pool"}
+    return {name: f"{before}({served})/" for name, served in columns.items()}
+
+
 def plan(scale):
     """What to run, the most important first: time runs out for the last."""
+    loops = dict.fromkeys(ALL, "Pair|Random|Threads")
+    columns = tuple(of_columns("/"))
     if scale == "emulator":
-        return [Program("driver_pairs", select=dict.fromkeys(ALL, "Pair|Random|Threads"), held="BM_Fragmentation")]
+        return [Program("driver_pairs", "both", ALL + columns, loops,
+                        held=dict.fromkeys(("pool", "pool_deferred"), "BM_Fragmentation")
+                        | of_columns("BM_FragmentationAsync/.*/uniform_"))]
     goals = scale == "goals"
-    rmm_all = ("rmm_pool", "rmm_arena", "rmm_binning", "rmm_cuda_async")
-    random_async = {}
-    random_malloc = {}
+    random_malloc, random_async = {}, of_columns("/")
     if scale != "complete":  # without the cells that take more than 15 s each
-        random_malloc = {"native": "/native/(10000?/|100000/(1|4|64)/)"}
-        random_async = {"rmm_arena": "/(10000?/|100000/(64|256|1024|4096)/)"}
-    if goals:
-        random_malloc = {"native": "/native/(1000/|10000/(1|4|64)/|100000/(1|4|64)/)"}
+        random_malloc["native"] = "/native/(10000?/|100000/(1|4|64)/)"
+        random_async["rmm_arena"] = "/(10000?/|100000/(64|256|1024|4096)/)"
+    held = {"pool": "BM_Fragmentation"} | of_columns("/uniform_")
+    held |= dict.fromkeys(("rmm_pool", "rmm_binning", "native"), "BM_Fragmentation")
+    streams = {} if scale == "complete" else dict.fromkeys(BESIDE + REAL, "/(1/1|4/4)/[01]/")
+    if goals:  # of the driver's own pool and of tracked RMM without the cells that take more than a second
+        random_malloc["native"] = "/native/(1000/|10000/(1|4|64)/|100000/(1|4|64)/)"
+        random_async |= dict.fromkeys(("native", "rmm_cuda_async", "async"),
+                                      "/(1000|10000/(1|4|64|256|1024)|100000/(1|4|64|256))/")
         random_async["rmm_pool_track"] = "/(10000?/|100000/(64|256|1024|4096)/)"
-    streams = dict.fromkeys(ALLOCATORS, "/(1/1|4/4)/[01]/") if goals else {}
-    own = tuple(dict.fromkeys((*COLUMNS.values(), *(() if goals else ("arena", "binning")))))
+        held["native"] = "/uniform_(1|4|64)/"
+        streams = dict.fromkeys(BESIDE + REAL, "/4/4/[01]/") | dict.fromkeys(("native", "pool"), "/(1/1/1|4/4/[01])/")
+    else:
+        held |= dict.fromkeys(("arena", "binning"), "BM_Fragmentation")
     reserved = {"CUSHION_INITIAL_SIZE": "256MiB"}  # a cold start is about order, not about the driver's allocations
     programs = [
         Program("pair_static", select={"null": "Pair/"}),
         Program("pair_shared", select={"null": "Pair/"}),
         Program("random_allocations", "async",
-                ("pool", "rmm_binning", "rmm_cuda_async", "native", "rmm_pool", "pool_track", "arena", "binning",
-                 "async", "rmm_arena", "rmm_pool_track") + (() if goals else ("null",)),
-                random_async, once=("native", "rmm_pool_track") + rmm_all),
+                ("pool", *columns, "rmm_binning", "rmm_pool", "rmm_cuda_async", "pool_track", "native"), random_async),
         Program("threads"),
-        Program("multi_stream_allocations", "async", BESIDE, streams, reserved),
-        Program("fragmentation", "async", own, held="BM_Fragmentation"),
-        Program("latency", "malloc", REAL, dict.fromkeys(REAL[1:], "Growing"), once=REAL),
-        Program("latency", "async", ("native", "pool", "rmm_pool"), dict.fromkeys(("pool", "rmm_pool"), "Growing"),
-                once=("native", "pool", "rmm_pool")),
-        Program("random_allocations", "malloc", ("pool", "pool_deferred", "native"), random_malloc, once=("native",)),
-        Program("multi_stream_allocations", "malloc", REAL, streams, reserved),
-        Program("fragmentation", "async", ("rmm_binning", "native", "rmm_pool"), held="BM_Fragmentation"),
+        Program("multi_stream_allocations", "async", BESIDE, streams, reserved, repetitions=3),
+        Program("fragmentation", "async", tuple(held), held=held),
+        Program("random_allocations", "malloc", ("pool", "pool_deferred", "native"), random_malloc),
+        Program("latency", "malloc", REAL, dict.fromkeys(REAL[1:], "Growing")),
+        Program("latency", "async", ("native", "pool", "rmm_pool"), dict.fromkeys(("pool", "rmm_pool"), "Growing")),
+        Program("random_allocations", "async",
+                ("arena", "binning", "async", "rmm_arena", "rmm_pool_track") + (() if goals else ("null",)),
+                random_async),
+        Program("multi_stream_allocations", "malloc", REAL, streams, reserved, repetitions=3),
     ]
     if not goals:
-        programs.append(Program("driver_pairs", select=dict.fromkeys(ALL, "Pair|Random|Threads")))
+        programs.append(Program("driver_pairs", select=loops))
     return programs
 
 
@@ -133,16 +161,51 @@ class Skip(Exception):
     pass
 
 
+class Series:
+    """What the rounds of a program under one allocator gave so far, and what the next is to run."""
+
+    def __init__(self, program, allocator):
+        self.program, self.allocator, self.label = program, allocator, program.label(allocator)
+        self.rounds = 0  # begun
+        self.timed = allocator not in program.held or allocator in program.select  # whether the next times anything
+        self.selection = program.select.get(allocator)
+        self.results = None  # Google Benchmark's JSON, the runs of all rounds in it
+
+    def add(self, results, held):
+        for entry in results["benchmarks"]:
+            entry["round"] = self.rounds
+            if held is not None:
+                entry["held"] = held
+        if self.results is not None:
+            results["benchmarks"] = self.results["benchmarks"] + results["benchmarks"]
+        self.results = results
+
+    def select_next(self, results, seconds):
+        """Leaves to the next round what is quick of these results, which took `seconds`."""
+        slow, quick = 0, []
+        for entry in results["benchmarks"]:
+            if entry.get("error_occurred"):
+                continue
+            iteration = entry["real_time"] * table.NANOSECONDS[entry["time_unit"]] / 1e9
+            if iteration > SLOW_CELL:
+                slow += iteration * entry["iterations"]
+            else:
+                quick.append(entry["run_name"])
+        self.selection = f"^({'|'.join(dict.fromkeys(quick))})$"
+        self.timed = bool(quick) and seconds - slow < SLOW_TURN
+
+
 class Bench:
     """One run: the build it is of, where its results go, and the time it has."""
 
-    def __init__(self, build, out, scale):
-        self.build, self.out, self.scale = build, out, scale
+    def __init__(self, build, out, scale, rounds):
+        self.build, self.out, self.scale, self.rounds = build, out, scale, rounds
         self.emulator = scale == "emulator"
-        self.budget = {"goals": 300, "full": 540, "complete": 3600, "emulator": 120}[scale]
+        self.budget = {"goals": 260, "full": 540, "complete": 3600, "emulator": 120}[scale]
         self.limit = self.budget / 4  # for one process: a slow one must not cost all the others their turn
         self.seconds = {"goals": 0.02, "full": 0.1, "complete": 0.2, "emulator": 0.02}[scale]
         self.deadline = time.monotonic() + self.budget
+        self.failures, self.left_out = [], []
 
     def environment(self, allocator, settings, report=None):
         clean = {name: value for name, value in os.environ.items()
@@ -193,78 +256,89 @@ class Bench:
             return "it served no call"
         return None
 
-    def names(self, program, allocator):
-        """The benchmarks of a program that counts bytes held."""
-        result = self.execute(program, allocator, program.held, ["--benchmark_list_tests"])
-        if result.returncode == 77:
-            raise Skip(result.stderr.strip())
-        return [line for line in result.stdout.split() if line.startswith(program.held)]
+    def processes(self, series):
+        """What to run of a program in this round: (regular expression of benchmark names, whether for bytes held)."""
+        if series.timed:
+            yield series.selection, False
+        if series.rounds == 1 and series.allocator in series.program.held:
+            listed = self.execute(series.program, series.allocator, series.program.held[series.allocator],
+                                  ["--benchmark_list_tests"])
+            if listed.returncode == 77:
+                raise Skip(listed.stderr.strip())
+            for name in listed.stdout.split():
+                yield f"^{name}$", True
 
-    def processes(self, program, allocator):
-        """What to run of a program: (regular expression of benchmark names, repetitions, whether for bytes held)."""
-        timed = not program.held or allocator in program.select
-        if timed:
-            yield program.select.get(allocator), 1 if allocator in program.once else 3, False
-        if program.held and (ALLOCATORS[allocator].settings or not timed):
-            for name in self.names(program, allocator):
-                yield f"^{name}$", 1, True
-
-    def measure(self, program, allocator):
-        """Runs one program under one allocator and writes its JSON; returns what failed, the rest is written."""
-        merged, failures = None, []
+    def measure(self, series):
+        """One more round of a program under an allocator. Its JSON is written at once, so that nothing costs it."""
+        program, allocator = series.program, series.allocator
+        series.rounds += 1
+        ran = False
         with tempfile.TemporaryDirectory() as folder:
             out, report = pathlib.Path(folder) / "out.json", pathlib.Path(folder) / "report.json"
-            for selection, repetitions, counts_held in self.processes(program, allocator):
+            for selection, counts_held in self.processes(series):
+                ran = True
+                repetitions = 1 if counts_held else program.repetitions
                 flags = [f"--benchmark_min_time={self.seconds}", f"--benchmark_repetitions={repetitions}",
                          f"--benchmark_out={out}", "--benchmark_out_format=json"]
                 reports = counts_held and bool(ALLOCATORS[allocator].settings)
-                what = f"{selection}: " if counts_held else ""
+                what = f"{series.label}: round {series.rounds}: " + (f"{selection}: " if counts_held else "")
+                begin = time.monotonic()
+                allowed = min(max(self.deadline - begin, 0.1), self.limit)
                 try:
-                    result = self.execute(program, allocator, selection, flags, report if reports else None,
-                                          min(max(self.deadline - time.monotonic(), 0.1), self.limit))
+                    result = self.execute(program, allocator, selection, flags, report if reports else None, allowed)
                 except subprocess.TimeoutExpired:
-                    failures.append(f"{what}cut off: it may run {self.limit:.0f} s, and the whole run {self.budget} s")
-                    continue
+                    series.timed = False
+                    if allowed < self.limit:
+                        self.left_out.append(f"{what}cut off, the {self.budget} s of the whole run are used up")
+                    else:
+                        self.failures.append(f"{what}cut off, it may run {self.limit:.0f} s")
+                    break
                 if result.returncode == 77:
                     raise Skip(result.stderr.strip())
                 if result.returncode != 0:
-                    failures.append(f"{what}exit code {result.returncode}: {result.stderr.strip()[-500:]}")
+                    series.timed = False
+                    self.failures.append(f"{what}exit code {result.returncode}: {result.stderr.strip()[-500:]}")
                     continue
                 results = json.loads(out.read_text())
+                results["benchmarks"] = [entry for entry in results["benchmarks"] if entry["run_type"] == "iteration"]
+                results["context"]["executable"] = os.path.relpath(self.binary(program, allocator), HERE.parent)
+                if not counts_held and series.rounds == 1:
+                    series.select_next(results, time.monotonic() - begin)
+                held = None
                 if reports:
                     held = sum(device[kind]["peak"] for device in json.loads(report.read_text())["devices"]
                                for kind in ("held", "forwarded"))
-                    for entry in results["benchmarks"]:
-                        entry["held"] = held
                     report.unlink()
-                if merged is not None:
-                    results["benchmarks"] = merged["benchmarks"] + results["benchmarks"]
-                merged = results
-        if merged is None and not failures:
-            failures.append("it ran no benchmark")
-        if merged is not None:
-            merged["context"]["executable"] = os.path.relpath(self.binary(program, allocator), HERE.parent)
-            (self.out / f"{program.label(allocator)}.json").write_text(json.dumps(merged, indent=1) + "\n")
-        return failures
+                series.add(results, held)
+        if not ran:
+            self.failures.append(f"{series.label}: it has no such benchmark")
+        if series.results is not None:
+            (self.out / f"{series.label}.json").write_text(json.dumps(series.results, indent=1) + "\n")
 
     def run(self, programs):
-        """Runs the programs; returns what failed."""
-        failures = []
+        """Runs the programs: all rounds of one before the next."""
         for program in programs:
-            for allocator in program.allocators:
-                label = program.label(allocator)
-                if self.deadline - time.monotonic() < 1:
-                    failures.append(f"{label}: not run, the {self.budget} s of the whole run are used up")
-                    continue
-                if ALLOCATORS[allocator].suffix and not self.binary(program, allocator).exists():
-                    continue
-                begin = time.monotonic()
-                reason = self.refusal(allocator)
-                failed = [reason] if reason else self.measure(program, allocator)
-                failures += [f"{label}: {reason}" for reason in failed]
-                print(f"{label:45} {time.monotonic() - begin:6.1f} s{'  FAILED' * bool(failed)}", file=sys.stderr,
-                      flush=True)
-        return failures
+            running = [Series(program, allocator) for allocator in program.allocators
+                       if not ALLOCATORS[allocator].suffix or self.binary(program, allocator).exists()]
+            for number in range(1, self.rounds + 1):
+                for series in running:
+                    self.turn(series, number)
+                running = [series for series in running if series.timed]
+
+    def turn(self, series, number):
+        if self.deadline - time.monotonic() < 1:
+            series.timed = False
+            self.left_out.append(f"{series.label}: from round {number} on, "
+                                 f"the {self.budget} s of the whole run are used up")
+            return
+        begin, failures = time.monotonic(), len(self.failures)
+        if reason := self.refusal(series.allocator):
+            series.timed = False
+            self.failures.append(f"{series.label}: {reason}")
+        else:
+            self.measure(series)
+        print(f"{series.label:45} round {number} {time.monotonic() - begin:6.1f} s"
+              f"{'  FAILED' * (len(self.failures) > failures)}", file=sys.stderr, flush=True)
 
 
 def output_of(*command):
@@ -320,17 +394,20 @@ def main():
     parser.add_argument("build", type=lambda text: pathlib.Path(text).resolve())
     parser.add_argument("out", type=lambda text: pathlib.Path(text).resolve())
     parser.add_argument("--only", metavar="PROGRAM,...", type=lambda text: text.split(","))
+    parser.add_argument("--rounds", metavar="N", type=int, default=3)
     scales = parser.add_mutually_exclusive_group()
     for scale in ("goals", "complete", "emulator"):
         scales.add_argument(f"--{scale}", dest="scale", action="store_const", const=scale, default="full")
     arguments = parser.parse_args()
+    if arguments.rounds < 1:
+        parser.error("--rounds: at least 1")
     build, out, scale = arguments.build, arguments.out, arguments.scale
     programs = plan(scale)
     if arguments.only:
         if unknown := set(arguments.only) - {program.name for program in programs}:
             parser.error(f"--only: there is no {', '.join(sorted(unknown))} in this scale")
         programs = [program for program in programs if program.name in arguments.only]
-    bench = Bench(build, out, scale)
+    bench = Bench(build, out, scale, arguments.rounds)
     needed = {build / ALLOCATORS[a].preload for program in programs for a in program.allocators}
     needed |= {build / "bench" / program.name for program in programs}
     if bench.emulator:
@@ -345,7 +422,7 @@ def main():
             old.unlink()
     machine = describe_machine(build, bench.emulator)
     try:
-        failures = bench.run(programs)
+        bench.run(programs)
     except Skip as reason:
         print(reason)
         return 77
@@ -354,14 +431,16 @@ def main():
         return 1
     rows, errors = table.read_results(out, "cpu_time" if bench.emulator else "real_time")
     summary = {"schema": "cushion-bench", "version": 2, "scale": scale, "machine": machine,
-               "allocators": describe_allocators(out), "columns": COLUMNS,
+               "rounds": bench.rounds, "allocators": describe_allocators(out), "columns": COLUMNS,
                "settings": {f"{p.name}.{p.api}": p.settings for p in plan(scale) if p.settings}, "rows": rows,
-               "failures": failures + errors}
+               "failures": bench.failures + errors, "left_out": bench.left_out}
     summary = json.loads(json.dumps(summary))  # as a reader of the file sees it
     summary["goals"] = table.goals(summary)
     (out / "machine.json").write_text(json.dumps(machine, indent=1) + "\n")
     (out / "summary.json").write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n")
     print("\n\n".join(table.tables(summary).values()))
+    for reason in summary["left_out"]:
+        print(f"LEFT OUT {reason}")
     for failure in summary["failures"]:
         print(f"FAILED {failure}")
     return 1 if summary["failures"] else 0

@@ -9,8 +9,9 @@ import table  # noqa: E402
 
 
 def summary(*rows, scale="goals"):
-    names = ("native", "pool", "binning", "pool_track", "rmm_pool", "rmm_binning", "rmm_pool_track")
-    return {"scale": scale, "rows": list(rows), "columns": {"1": "pool", "4": "binning", "64": "pool"}, "machine": {},
+    names = ("native", "pool", "pool_large", "pool_track", "null", "rmm_pool", "rmm_binning", "rmm_pool_track")
+    columns = {"1": "pool_large", "4": "pool_large", "64": "pool"}
+    return {"scale": scale, "rows": list(rows), "columns": columns, "machine": {},
             "allocators": {name: {"title": f"Title, {name}", "settings": ""} for name in names}}
 
 
@@ -18,9 +19,9 @@ def random_row(cell, **ns):
     return {"program": "random_allocations", "api": "async", "benchmark": f"BM_RandomAllocations/{cell}", "ns": ns}
 
 
-def held_row(mix, held, program="fragmentation", api="async", call=""):
-    return {"program": program, "api": api, "benchmark": f"BM_Fragmentation{call}/{mix}", "ns": {"pool": 1},
-            "counters": {"pool": {"live": 1000, "ideal": 1020, "held": held}}}
+def held_row(mix, program="fragmentation", api="async", call="", **held):
+    return {"program": program, "api": api, "benchmark": f"BM_Fragmentation{call}/{mix}", "ns": dict.fromkeys(held, 1),
+            "counters": {name: {"live": 1000, "ideal": 1020, "held": value} for name, value in held.items()}}
 
 
 class Goals(unittest.TestCase):
@@ -31,20 +32,33 @@ class Goals(unittest.TestCase):
         self.assertEqual(self.judged(), {})
 
     def test_the_worst_cell_decides_with_the_setting_of_its_column(self):
-        judged = self.judged(random_row("1000/1", native=100, rmm_pool=80, pool=10, binning=1),
-                             random_row("1000/4", native=100, rmm_pool=300, pool=1, binning=200))
+        judged = self.judged(random_row("1000/64", native=100, rmm_pool=80, pool=10, pool_large=1),
+                             random_row("1000/4", native=100, rmm_pool=300, pool=1, pool_large=200))
         worst = "random table by stream, best peer ÷ Cushion, the worst of 2 cells"
         self.assertEqual(judged[worst], ("0.50×", False))
         self.assertEqual(judged["the same, geometric mean of 2 cells"], ("2.0×", False))
 
     def test_native_alone_is_no_peer(self):
-        self.assertEqual(self.judged(random_row("1000/1", native=100, pool=10)), {})
+        self.assertEqual(self.judged(random_row("1000/1", native=100, pool_large=10)), {})
 
     def test_a_peer_that_tracks_is_none(self):
-        judged = self.judged(random_row("100000/1", rmm_pool_track=1, rmm_pool=1000, rmm_binning=9, pool=2))
+        judged = self.judged(random_row("100000/1", rmm_pool_track=1, rmm_pool=1000, rmm_binning=9, pool_large=2))
         self.assertEqual(judged["`BM_RandomAllocations/100000/1` by stream, RMM's pool ÷ Cushion's"], ("500×", True))
         self.assertEqual(judged["`BM_RandomAllocations/100000/1` by stream, RMM's best ÷ Cushion's pool"],
                          ("4.5×", True))
+
+    def test_the_hardest_cell_is_judged_with_its_columns_setting_and_reported_with_the_default(self):
+        judged = self.judged(random_row("100000/1", rmm_pool=1000, rmm_binning=10, pool_large=2, pool=5))
+        measure = "`BM_RandomAllocations/100000/1` by stream, RMM's {}"
+        for what, column, default in (("pool ÷ Cushion's", ("500×", True), ("200×", None)),
+                                      ("best ÷ Cushion's pool", ("5.0×", True), ("2.0×", None))):
+            self.assertEqual(judged[measure.format(what)], column)
+            self.assertEqual(judged[measure.format(what) + ", default settings"], default)
+
+    def test_threads_are_judged_and_the_null_hooks_reported_beside_them(self):
+        rows = [{"program": "threads", "api": "both", "benchmark": f"BM_ThreadsAsync/65536/threads:{count}", "ns": ns}
+                for count, ns in ((1, {"pool": 90, "null": 56}), (16, {"pool": 10, "null": 4}))]
+        self.assertEqual(list(self.judged(*rows).values()), [("9.0×", False), ("14×", None)])
 
     def test_tracking_is_reported_at_its_worst_and_judged_on_its_mean(self):
         judged = self.judged(random_row("1000/1", pool=100, pool_track=100),
@@ -54,11 +68,13 @@ class Goals(unittest.TestCase):
 
     def test_held_over_live(self):
         column = "random table by stream, column of {} MiB, held ÷ live at peak"
-        judged = self.judged(held_row("uniform_1", 1100), held_row("uniform_64", 1101))
-        self.assertEqual(judged, {column.format(1): ("1.100", True), column.format(64): ("1.101", False)})
+        judged = self.judged(held_row("uniform_1", pool_large=1100, pool=1050), held_row("uniform_64", pool=1101))
+        self.assertEqual(judged, {column.format(1): ("1.100", True),
+                                  column.format(1) + ", default settings": ("1.050", None),
+                                  column.format(64): ("1.101", False)})
 
     def test_on_the_emulator_only_bytes_count(self):
-        judged = self.judged(held_row("uniform_1", 1050, "driver_pairs", "both", "Async"),
+        judged = self.judged(held_row("uniform_1", "driver_pairs", "both", "Async", pool_large=1050),
                              random_row("1000/1", native=100, rmm_pool=80, pool=10), scale="emulator")
         self.assertEqual(list(judged.values()), [("1.050", True)])
 
