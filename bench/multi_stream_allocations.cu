@@ -10,6 +10,8 @@
 // A repetition times one step, because a single step takes longer than the mean of many. Before it the process starts
 // anew with new streams: memory is reserved, if the allocator reserves any, and everything else is warm: the context,
 // the module, the clocks, the streams.
+//
+// --profile: one repetition of each, whatever --benchmark_repetitions says, for a profiler.
 
 #include <chrono>
 #include <memory>
@@ -76,6 +78,7 @@ void multi_stream(benchmark::State& state, const Resource& resource, int stream_
 
 int main(int argc, char** argv) {
   const bench::Allocator allocator{argc, argv};
+  const bool profile = bench::take_flag(argc, argv, "profile", "no").empty();
   bench::require_device();
   for (const bool prewarm : {false, true}) {
     for (const int streams : {1, 2, 4}) {
@@ -86,10 +89,9 @@ int main(int argc, char** argv) {
           allocator.start_anew();
           allocator.use([&](const auto& resource) { multi_stream(state, resource, streams, kernels, prewarm); });
         };
-        benchmark::RegisterBenchmark(name.c_str(), workload)
-            ->Unit(benchmark::kMicrosecond)
-            ->UseManualTime()
-            ->Iterations(1);
+        auto* registered = benchmark::RegisterBenchmark(name.c_str(), workload);
+        registered->Unit(benchmark::kMicrosecond)->UseManualTime()->Iterations(1);
+        if (profile) registered->Repetitions(1);
       }
     }
   }
