@@ -45,7 +45,7 @@ void CaptureGate::forget(CUcontext context) noexcept {
   closed_.fetch_sub(static_cast<int>(gone), std::memory_order_seq_cst);
 }
 
-bool CaptureGate::capturing(const Driver& driver, CUstream stream) const noexcept {
+bool CaptureGate::ask_capturing(const Driver& driver, CUstream stream) const noexcept {
   // The legacy stream cannot be captured, and asking it while a blocking stream captures invalidates that capture.
   if (!may_be_open() || is_legacy(stream) || driver.cuStreamIsCapturing == nullptr) return false;
   CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;

@@ -52,9 +52,13 @@ class CaptureGate {
   void forget(CUcontext context) noexcept;
 
   // Whether `stream` itself is capturing. Costs a driver call only while a capture is open.
-  bool capturing(const Driver& driver, CUstream stream) const noexcept;
+  bool capturing(const Driver& driver, CUstream stream) const noexcept {
+    return may_be_open() && ask_capturing(driver, stream);
+  }
 
  private:
+  bool ask_capturing(const Driver& driver, CUstream stream) const noexcept;
+
   struct Open {
     CUstream stream;
     CUcontext context;

@@ -288,16 +288,19 @@ bool Context::allocate(const Request& request, CUdeviceptr* out) noexcept try {
 
 // What it promised cannot be kept; the driver's memory is zero at least.
 void Context::take_back(Block* block, std::uint64_t address, const Request& request, LaneRef by) noexcept {
-  Claim claimed;
-  if (claim(block, address, claimed) != CUDA_SUCCESS) return;
+  const Segment* segment = shared_.map.find(address);
+  if (segment == nullptr) return;
+  Arena& arena = *segment->arena();
+  const std::uint64_t generation = arena.generation();
+  if (!block->change(address, BlockState::live, BlockState::freeing)) return;
   by.lane->enter();
   by.lane->tally.freed(request.bytes, block->size);
   bump(by.lane->tally.served[static_cast<int>(request.api)], ~std::uint64_t{0});
   bump(by.lane->tally.frees, ~std::uint64_t{0});
   block->set(BlockState::cached);
   by.lane->leave();
-  std::lock_guard lock(claimed.arena->mutex);
-  if (claimed.generation == claimed.arena->generation()) claimed.arena->give_pending(block, fences_.now());
+  std::lock_guard lock(arena.mutex);
+  if (generation == arena.generation()) arena.give_pending(block, fences_.now());
 }
 
 Block* Context::take(Arena& arena, const Need& need, const Request& request, LaneRef by) {
@@ -569,18 +572,10 @@ bool Context::fill(const Block& block, const Request& request) noexcept {
 
 // ---- free --------------------------------------------------------------------------------------------------------
 
-inline CUresult Context::claim(Block* block, std::uint64_t address, Claim& out) const noexcept {
-  const Segment* segment = shared_.map.find(address);
-  if (segment == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  out = {block, address, segment->arena(), segment->arena()->generation()};
-  if (!block->change(address, BlockState::live, BlockState::freeing)) return CUDA_ERROR_INVALID_VALUE;
-  return CUDA_SUCCESS;
-}
-
-inline void Context::give(const Claim& claim, const StreamIdentity* stream, bool clean) {
-  Block& block = *claim.block;
+inline void Context::give(const Found& freed, const StreamIdentity* stream, bool clean) {
+  Block& block = *freed.block;
   const LaneRef by = enter_lane(stream);
-  if (claim.generation != claim.arena->generation()) {  // reset meanwhile: the block is gone
+  if (freed.generation != freed.arena->generation()) {  // reset meanwhile: the block is gone
     by.lane->leave();
     return;
   }
@@ -591,18 +586,18 @@ inline void Context::give(const Claim& claim, const StreamIdentity* stream, bool
   const Magazine::Given given = magazine.give(&block, stamp, magazine_limit_);
   by.lane->leave();
   turn_to(*by.lane);
-  if (given != Magazine::Given::kept) give_to_arena(claim, by, stamp, given, stream == nullptr);
+  if (given != Magazine::Given::kept) give_to_arena(freed, by, stamp, given, stream == nullptr);
 }
 
-void Context::give_to_arena(const Claim& claim, LaneRef by, std::uint64_t stamp, Magazine::Given given, bool is_host) {
+void Context::give_to_arena(const Found& freed, LaneRef by, std::uint64_t stamp, Magazine::Given given, bool is_host) {
   if (given != Magazine::Given::due) {
-    claim.block->prefetch_neighbours();
+    freed.block->prefetch_neighbours();
     {
-      std::lock_guard lock(claim.arena->mutex);
-      if (claim.generation != claim.arena->generation()) return;
-      stamp == 0 ? claim.arena->give_clean(claim.block) : claim.arena->give(claim.block, by, stamp);
+      std::lock_guard lock(freed.arena->mutex);
+      if (freed.generation != freed.arena->generation()) return;
+      stamp == 0 ? freed.arena->give_clean(freed.block) : freed.arena->give(freed.block, by, stamp);
     }
-    if (claim.arena->index() != 0) return_superblocks(*claim.arena, superblock_size_);
+    if (freed.arena->index() != 0) return_superblocks(*freed.arena, superblock_size_);
     if (given == Magazine::Given::crowded) {
       std::lock_guard lock(mutex_);
       drain(*by.lane);
@@ -612,14 +607,15 @@ void Context::give_to_arena(const Claim& claim, LaneRef by, std::uint64_t stamp,
   if (given != Magazine::Given::unwanted && is_host && stamp != 0) poll(stamp);
 }
 
-CUresult Context::free(Block* block, std::uint64_t address) noexcept try {
-  Claim claimed;
-  if (const CUresult result = claim(block, address, claimed); result != CUDA_SUCCESS) return result;
+CUresult Context::free(const Found& found) noexcept try {
+  Block* block = found.block;
+  const std::uint64_t address = found.address;
+  if (!block->change(address, BlockState::live, BlockState::freeing)) return CUDA_ERROR_INVALID_VALUE;
   const bool fenced = context_fences();
   // Natively cudaFree of a stream-ordered block does not wait. Deferred frees need context fences to come back.
   const bool waits = block->api != Api::malloc_async;
   if (broken() == CUDA_SUCCESS && fenced && (!waits || options().free == FreeMode::deferred)) {
-    give(claimed, nullptr, false);
+    give(found, nullptr, false);
     return CUDA_SUCCESS;
   }
   const std::uint64_t stamp = fences_.advance();
@@ -639,34 +635,32 @@ CUresult Context::free(Block* block, std::uint64_t address) noexcept try {
   const bool clean = waits && (unserved || !peers || becomes_idle(0));
   if (clean && !unserved) fences_.completed(stamp);
   const std::uint64_t generation = events_.generation();
-  give(claimed, nullptr, clean);
+  give(found, nullptr, clean);
   if (unserved && !shared_.gate.may_be_open()) {
     give_back(detach_unused(0), generation);
   }
   return CUDA_SUCCESS;
 } catch (...) {  // no host memory
-  block->change(address, BlockState::freeing, BlockState::live);
+  found.block->change(found.address, BlockState::freeing, BlockState::live);
   return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
-CUresult Context::free_async(Block* block, std::uint64_t address, const StreamIdentity& stream,
-                             Context& stream_context) noexcept try {
+CUresult Context::free_async(const Found& found, const StreamIdentity& stream, Context& stream_context) noexcept try {
   if (broken() != CUDA_SUCCESS) return broken();
-  Claim claimed;
-  if (const CUresult result = claim(block, address, claimed); result != CUDA_SUCCESS) return result;
+  if (!found.block->change(found.address, BlockState::live, BlockState::freeing)) return CUDA_ERROR_INVALID_VALUE;
   if (&stream_context != this || pressure_.load(std::memory_order_relaxed))
-    return free_evented(claimed, stream, stream_context);
-  give(claimed, &stream, false);
+    return free_evented(found, stream, stream_context);
+  give(found, &stream, false);
   return CUDA_SUCCESS;
 } catch (...) {  // no host memory
-  block->change(address, BlockState::freeing, BlockState::live);
+  found.block->change(found.address, BlockState::freeing, BlockState::live);
   return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
 // Freed under pressure, or on another context's stream: an event inside the free says when it is over.
-CUresult Context::free_evented(const Claim& claimed, const StreamIdentity& stream, Context& stream_context) {
+CUresult Context::free_evented(const Found& found, const StreamIdentity& stream, Context& stream_context) {
   const bool foreign = &stream_context != this;
-  Arena& arena = *claimed.arena;
+  Arena& arena = *found.arena;
   bool room = false;
   {
     std::lock_guard lock(arena.mutex);
@@ -686,35 +680,35 @@ CUresult Context::free_evented(const Claim& claimed, const StreamIdentity& strea
   }
   if (is_sticky(result)) {
     stream_context.note(result);
-    claimed.block->change(claimed.address, BlockState::freeing, BlockState::live);
+    found.block->change(found.address, BlockState::freeing, BlockState::live);
     return result;
   }
   if (result == CUDA_SUCCESS) {
     const LaneRef by = enter_lane(foreign ? nullptr : &stream);
     const std::uint64_t stamp = foreign ? 0 : fences_.now();
-    const bool lost = claimed.generation != arena.generation();
-    if (!lost) by.lane->tally.freed(claimed.block->live.requested, claimed.block->size);
-    if (!lost) claimed.block->set(BlockState::cached);
+    const bool lost = found.generation != arena.generation();
+    if (!lost) by.lane->tally.freed(found.block->live.requested, found.block->size);
+    if (!lost) found.block->set(BlockState::cached);
     by.lane->leave();
     if (lost) return CUDA_SUCCESS;
     std::lock_guard lock(arena.mutex);
-    if (claimed.generation != arena.generation()) return CUDA_SUCCESS;
+    if (found.generation != arena.generation()) return CUDA_SUCCESS;
     if (arena.evented.size() < arena.evented.capacity()) {
-      arena.pool.give_evented(claimed.block, *arena.pending, stamp);
-      arena.evented.push_back({claimed.block, event, foreign ? 0 : by.serial, false});
+      arena.pool.give_evented(found.block, *arena.pending, stamp);
+      arena.evented.push_back({found.block, event, foreign ? 0 : by.serial, false});
       return CUDA_SUCCESS;
     }
     // Others were faster.
     event.release();
     if (foreign) shared_.peers.store(true, std::memory_order_relaxed);
-    foreign ? arena.give_pending(claimed.block, fences_.now()) : arena.give(claimed.block, by, stamp);
+    foreign ? arena.give_pending(found.block, fences_.now()) : arena.give(found.block, by, stamp);
     return CUDA_SUCCESS;
   }
   if (event.event != nullptr) event.release();
   // No event can say it. The stream's own order still can; another context's work is covered by fences over all of
   // them.
   if (foreign) shared_.peers.store(true, std::memory_order_relaxed);
-  give(claimed, foreign ? nullptr : &stream, false);
+  give(found, foreign ? nullptr : &stream, false);
   return CUDA_SUCCESS;
 }
 

@@ -57,11 +57,16 @@ class Context {
   // False: not served; the call is the driver's.
   bool allocate(const Request& request, CUdeviceptr* out) noexcept;
 
-  // Frees of a block of this context. `block` came from the address map without a lock: it is claimed here. Answers
-  // what the native call would: CUDA_ERROR_INVALID_VALUE for a pointer that is no live block's start.
-  CUresult free(Block* block, std::uint64_t address) noexcept;  // cudaFree
-  CUresult free_async(Block* block, std::uint64_t address, const StreamIdentity& stream,
-                      Context& stream_context) noexcept;
+  // Frees of a block of this context. What was found came from the address map without a lock: it is claimed here.
+  // Answers what the native call would: CUDA_ERROR_INVALID_VALUE for a pointer that is no live block's start.
+  struct Found {
+    Block* block;
+    std::uint64_t address;
+    Arena* arena;
+    std::uint64_t generation;  // the arena's, read before the block is claimed
+  };
+  CUresult free(const Found& found) noexcept;  // cudaFree
+  CUresult free_async(const Found& found, const StreamIdentity& stream, Context& stream_context) noexcept;
 
   // The program's events: a stream's place now, and an order that the program made.
   struct Position {
@@ -181,20 +186,12 @@ class Context {
   void take_back(Block* block, std::uint64_t address, const Request& request, LaneRef by) noexcept;
 
   // ---- free
-  // A free that has claimed its block: the arena that the block is of, and its generation before the claim.
-  struct Claim {
-    Block* block;
-    std::uint64_t address;
-    Arena* arena;
-    std::uint64_t generation;
-  };
-  CUresult claim(Block* block, std::uint64_t address, Claim& out) const noexcept;
   // Gives a claimed block back: into its lane's magazine, else to its arena. `stream`: null for cudaFree.
-  void give(const Claim& claim, const StreamIdentity* stream, bool clean);
-  void give_to_arena(const Claim& claim, LaneRef by, std::uint64_t stamp, Magazine::Given given, bool is_host);
+  void give(const Found& freed, const StreamIdentity* stream, bool clean);
+  void give_to_arena(const Found& freed, LaneRef by, std::uint64_t stamp, Magazine::Given given, bool is_host);
   bool return_superblocks(Arena& arena, std::uint64_t keep);  // to the global arena; whether there were any
   bool collect();  // empties every magazine, returns every idle superblock; whether there was anything
-  CUresult free_evented(const Claim& claim, const StreamIdentity& stream, Context& stream_context);
+  CUresult free_evented(const Found& freed, const StreamIdentity& stream, Context& stream_context);
 
   // ---- fences
   template <class Call>

@@ -32,6 +32,16 @@ struct ContextCache {
 constexpr std::size_t kStreamCaches = 8;
 constinit thread_local ContextCache t_context{};
 constinit thread_local StreamCache t_streams[kStreamCaches]{};
+std::size_t slot_of(CUstream stream) noexcept {
+  return (reinterpret_cast<std::uintptr_t>(stream) >> 4) % kStreamCaches;
+}
+
+// The generation first: see Arena::generation.
+Context::Found find(const Segment& segment, CUdeviceptr address) noexcept {
+  Arena* arena = segment.arena();
+  const std::uint64_t generation = arena->generation();
+  return {segment.block_at(address), address, arena, generation};
+}
 
 std::string read_command_line() {
   std::string text;
@@ -169,8 +179,19 @@ Context* Runtime::current_context() noexcept {
   return shared_.driver.cuCtxGetCurrent(&handle) == CUDA_SUCCESS ? context_of(handle) : nullptr;
 }
 
-CUresult Runtime::identify(CUstream stream, const StreamIdentity*& identity, Context*& context) noexcept {
-  StreamCache& cache = t_streams[(reinterpret_cast<std::uintptr_t>(stream) >> 4) % kStreamCaches];
+inline CUresult Runtime::identify(CUstream stream, const StreamIdentity*& identity, Context*& context) noexcept {
+  const StreamCache& cache = t_streams[slot_of(stream)];
+  if (cache.identity.handle != stream || !cache.named ||
+      cache.epoch != shared_.handle_epoch.load(std::memory_order_acquire)) [[unlikely]]
+    return identify_anew(stream, identity, context);
+  identity = &cache.identity;
+  context = cache.context;
+  return CUDA_SUCCESS;
+}
+
+// Handles 0, 1 and 2, which mean another stream in each context, and streams that this thread has not met yet.
+CUresult Runtime::identify_anew(CUstream stream, const StreamIdentity*& identity, Context*& context) noexcept {
+  StreamCache& cache = t_streams[slot_of(stream)];
   const std::uint64_t epoch = shared_.handle_epoch.load(std::memory_order_acquire);
   CUcontext current = nullptr;
   if (is_legacy(stream) || is_per_thread(stream)) {
@@ -179,13 +200,13 @@ CUresult Runtime::identify(CUstream stream, const StreamIdentity*& identity, Con
     if (result != CUDA_SUCCESS) return result;
     if (current == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
   }
-  if (cache.identity.handle != stream || cache.current != current || cache.epoch != epoch || cache.context == nullptr)
-      [[unlikely]] {
-    cache = {{stream, kLegacyId, 0, {}}, current, nullptr, epoch};
+  if (cache.identity.handle != stream || cache.current != current || cache.epoch != epoch || cache.context == nullptr) {
+    cache = {{stream, kLegacyId, 0, {}}, current, nullptr, epoch, false};
     if (const CUresult result = ask_identity(cache); result != CUDA_SUCCESS) {
       cache = {};
       return result;
     }
+    cache.named = current == nullptr && cache.context != nullptr;
   }
   identity = &cache.identity;
   context = cache.context;
@@ -295,8 +316,8 @@ std::optional<CUresult> Runtime::free(CUdeviceptr address) noexcept {
   Segment* segment = shared_.map.find(address);
   if (segment == nullptr)
     return free_to_driver_pool(address, [&](Context& context) { return context.async().free(address); });
-  Block* block = segment->block_at(address);
-  return block == nullptr ? CUDA_ERROR_INVALID_VALUE : segment->arena()->context().free(block, address);
+  const Context::Found found = find(*segment, address);
+  return found.block == nullptr ? CUDA_ERROR_INVALID_VALUE : found.arena->context().free(found);
 }
 
 std::optional<CUresult> Runtime::free_async(CUdeviceptr address, CUstream stream) noexcept {
@@ -305,8 +326,8 @@ std::optional<CUresult> Runtime::free_async(CUdeviceptr address, CUstream stream
     return free_to_driver_pool(
         address, [&](Context&) { return shared_.driver.call(shared_.driver.cuMemFreeAsync, address, stream); });
   }
-  Block* block = segment->block_at(address);
-  if (block == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  const Context::Found found = find(*segment, address);
+  if (found.block == nullptr) return CUDA_ERROR_INVALID_VALUE;
   if (shared_.gate.capturing(shared_.driver, stream)) return CUDA_ERROR_INVALID_VALUE;  // as natively (contract §4)
   const StreamIdentity* identity = nullptr;
   Context* stream_context = nullptr;
@@ -315,9 +336,9 @@ std::optional<CUresult> Runtime::free_async(CUdeviceptr address, CUstream stream
   if (stream_context == nullptr) {  // its context is not served: its work cannot be followed, but it can be waited for
     RelaxedCaptureMode relaxed(shared_.driver);
     const CUresult waited = shared_.driver.call(shared_.driver.cuStreamSynchronize, stream);
-    return waited != CUDA_SUCCESS ? waited : segment->arena()->context().free(block, address);
+    return waited != CUDA_SUCCESS ? waited : found.arena->context().free(found);
   }
-  return segment->arena()->context().free_async(block, address, *identity, *stream_context);
+  return found.arena->context().free_async(found, *identity, *stream_context);
 }
 
 // ---- what went to the driver -------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ struct StreamCache {
   CUcontext current;  // for handles 0, 1 and 2, which mean another stream in each context
   Context* context;
   std::uint64_t epoch;
+  bool named;  // the handle says it all, whatever context is current
 };
 
 class Runtime {
@@ -147,6 +148,7 @@ class Runtime {
   // The driver's error for a bad stream; success and a null context for a stream of a context that is not served.
   // `identity` is this thread's, good until it identifies another stream.
   CUresult identify(CUstream stream, const StreamIdentity*& identity, Context*& context) noexcept;
+  CUresult identify_anew(CUstream stream, const StreamIdentity*& identity, Context*& context) noexcept;
   CUresult ask_identity(StreamCache& cache) noexcept;
 
   // The async allocator's blocks. An allocation of them is false where it is the driver's call; a free is nothing where

@@ -50,7 +50,7 @@ class Core {
     EXPECT_TRUE(shared.driver.bind([](const char* name) { return dlsym(harness::driver().library, name); }));
     options_.segment_size.bytes = kSegment;
     options_.growth_max.bytes = kSegment;  // a request gets its exact need
-    options_.magazine_size.bytes = 0;  // what these tests ask of the pool is not to depend on what came before
+    options_.magazine_size.bytes = 0;      // what these tests ask of the pool is not to depend on what came before
     options_.oom_wait.ns = 50 * harness::kMillisecond;
     const ClockPair now = ClockPair::now();
     while (monotonic_ns() < now.ns + harness::kMillisecond) {
@@ -87,9 +87,12 @@ class Core {
   CUdeviceptr MallocAsync(std::uint64_t bytes, const TestStream& lane) {
     return Allocate({bytes, Api::malloc_async, &lane.identity});
   }
-  CUresult Free(CUdeviceptr p) { return context().free(BlockAt(p), p); }
-  CUresult FreeAsync(CUdeviceptr p, const TestStream& lane) {
-    return context().free_async(BlockAt(p), p, lane.identity, context());
+  CUresult Free(CUdeviceptr p) { return FreeBlock(BlockAt(p), p); }
+  // Of a pointer that need not be a block's any more.
+  CUresult FreeBlock(Block* block, CUdeviceptr p) { return context().free(Found(block, p)); }
+  CUresult FreeAsync(CUdeviceptr p, const TestStream& lane) { return FreeBlockAsync(BlockAt(p), p, lane, context()); }
+  CUresult FreeBlockAsync(Block* block, CUdeviceptr p, const TestStream& stream, Context& stream_context) {
+    return context().free_async(Found(block, p), stream.identity, stream_context);
   }
   Block* BlockAt(CUdeviceptr p) {
     Segment* segment = shared.map.find(p);
@@ -119,6 +122,12 @@ class Core {
   Shared& shared = eternal<Shared>();
 
  private:
+  Context::Found Found(Block* block, CUdeviceptr p) {
+    const Segment* segment = shared.map.find(p);
+    static Arena& nowhere = eternal<Arena>(shared.map, context(), 0);
+    Arena* arena = segment != nullptr ? segment->arena() : &nowhere;
+    return {block, p, arena, arena->generation()};
+  }
   CUdeviceptr Allocate(const Request& request) {
     CUdeviceptr p = 0;
     return context().allocate(request, &p) ? p : 0;

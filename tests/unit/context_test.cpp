@@ -64,14 +64,14 @@ TEST_F(ContextTest, ASecondFreeIsAnInvalidValue) {
   const CUdeviceptr p = core().Malloc(1'000);
   Block* block = core().BlockAt(p);
   CHECK_CU(0, core().Free(p));
-  CHECK_CU(1, core().context().free(block, p));
+  CHECK_CU(1, core().FreeBlock(block, p));
   TestStream s;
-  CHECK_CU(1, core().context().free_async(block, p, s.identity, core().context()));
+  CHECK_CU(1, core().FreeBlockAsync(block, p, s, core().context()));
 }
 
 TEST_F(ContextTest, ABlockIsNotFreedByAnotherAddress) {
   const CUdeviceptr p = core().Malloc(1'000);
-  CHECK_CU(1, core().context().free(core().BlockAt(p), p + 512));
+  CHECK_CU(1, core().FreeBlock(core().BlockAt(p), p + 512));
   CHECK_CU(0, core().Free(p));
 }
 
@@ -134,9 +134,9 @@ TEST_F(ContextTest, ASecondFreeWhileTheFirstWaitsIsAnInvalidValue) {
   const CUdeviceptr p = core().Malloc(kSegment);
   Block* block = core().BlockAt(p);
   gate.Hold(s);
-  std::future<CUresult> freed = std::async(std::launch::async, [&] { return core().context().free(block, p); });
+  std::future<CUresult> freed = std::async(std::launch::async, [&] { return core().FreeBlock(block, p); });
   while (block->state() != BlockState::freeing) std::this_thread::yield();
-  CHECK_CU(1, core().context().free(block, p));
+  CHECK_CU(1, core().FreeBlock(block, p));
   gate.Open();
   CHECK_CU(0, freed.get());
 }
@@ -338,7 +338,7 @@ TEST_F(ContextTest, ABlockFreedOnAnotherContextsStreamWaitsForThatStream) {
     TestStream s;
     Gate gate;
     gate.Hold(s);
-    CHECK_CU(0, core().context().free_async(core().BlockAt(p), p, s.identity, other));
+    CHECK_CU(0, core().FreeBlockAsync(core().BlockAt(p), p, s, other));
     CHECK_CU(0, driver().CtxSetCurrent(first));
     EXPECT_NE(core().Malloc(kSegment), p);
     gate.Open();
@@ -711,7 +711,7 @@ TEST_F(ContextTest, DiscardForgetsEverythingAndTheContextServesAgain) {
   EXPECT_FALSE(context.alive());
   EXPECT_GT(context.generation(), generation);
   EXPECT_EQ(core().shared.map.find(p), nullptr);
-  CHECK_CU(1, context.free(block, p));
+  CHECK_CU(1, core().FreeBlock(block, p));
   EXPECT_EQ(core().held(), 0u);
   EXPECT_EQ(core().usage().held.current(), 0u);
   EXPECT_EQ(core().usage().requested.current(), 0u);
@@ -735,7 +735,7 @@ TEST_F(ContextTest, AFreeThatADiscardOvertakesEndsWell) {
   const CUdeviceptr p = core().Malloc(1'000);
   Block* block = core().BlockAt(p);
   gate.Hold(s);
-  std::future<CUresult> freed = std::async(std::launch::async, [&] { return core().context().free(block, p); });
+  std::future<CUresult> freed = std::async(std::launch::async, [&] { return core().FreeBlock(block, p); });
   while (block->state() != BlockState::freeing) std::this_thread::yield();
   core().context().discard();
   core().context().revive();
