@@ -308,13 +308,14 @@ Context::Grant Context::take(Arena& arena, const Need& need, const Request& requ
   return block != nullptr ? hand_out(*block, request) : Grant{};
 }
 
+// With the context's lock held, so that no reset comes between the two arenas.
 bool Context::refill(Arena& arena, const Need& need, LaneRef by) {
+  std::lock_guard lock(mutex_);
   const Need whole = superblock_for(need);
-  const std::uint64_t generation = global().generation();
   Block* superblock = nullptr;
   bool clean = false;
   {
-    std::lock_guard lock(global().mutex);
+    std::lock_guard inner(global().mutex);
     superblock = global().take(whole, by);
     if (superblock == nullptr) return false;
     superblock->api = Api::superblock;
@@ -322,13 +323,11 @@ bool Context::refill(Arena& arena, const Need& need, LaneRef by) {
   }
   const std::uint64_t stamp = fences_.now();
   {
-    std::lock_guard lock(arena.mutex);
-    if (generation != global().generation()) return false;  // the global arena is abandoned first: so no lost memory
+    std::lock_guard inner(arena.mutex);
     if (arena.add_superblock(*superblock, clean, by, stamp)) return true;
   }
-  std::lock_guard lock(global().mutex);  // the host is out of memory
-  if (generation == global().generation())
-    clean ? global().give_clean(superblock) : global().give(superblock, by, stamp);
+  std::lock_guard inner(global().mutex);  // the host is out of memory
+  clean ? global().give_clean(superblock) : global().give(superblock, by, stamp);
   return false;
 }
 
@@ -748,18 +747,19 @@ bool Context::collect() {
 }
 
 bool Context::return_superblocks(Arena& arena, std::uint64_t keep) {
-  std::vector<Arena::Superblock> superblocks;
   {
     std::lock_guard lock(arena.mutex);
     if (arena.pool.unused() <= keep) return false;
+  }
+  std::vector<Arena::Superblock> superblocks;
+  std::lock_guard lock(mutex_);  // no reset comes between the two arenas
+  {
+    std::lock_guard inner(arena.mutex);
     arena.detach_superblocks(keep, superblocks);
   }
-  std::lock_guard lock(global().mutex);
+  std::lock_guard inner(global().mutex);
   for (const Arena::Superblock& s : superblocks) {
-    const Segment* segment = shared_.map.find(s.address);
-    if (segment == nullptr || segment->arena() != &global()) continue;  // reset meanwhile
-    Block* block = segment->block_at(s.address);
-    if (block == nullptr || block->api != Api::superblock) continue;
+    Block* block = shared_.map.find(s.address)->block_at(s.address);
     s.order == Order::clean ? global().give_clean(block) : global().give(block, s.lane, s.stamp);
   }
   return !superblocks.empty();
@@ -1142,7 +1142,7 @@ void Context::stream_going(const StreamIdentity& stream) {
 
 // First every lane ends, so that no block comes into a magazine any more: a free that still has one enters a lane of
 // the next incarnation, which it gets only when this is over, and finds its arena's generation changed. Then the arenas
-// forget their memory, the global one first (refill() builds on that).
+// forget their memory, the global one last: until they have, their superblocks must be found in the map.
 void Context::discard() {
   std::lock_guard lock(mutex_);
   const auto end = [&](Lane& lane) {
@@ -1160,7 +1160,8 @@ void Context::discard() {
   }
   shared_.stream_lanes.fetch_sub(static_cast<int>(lanes_.size()), std::memory_order_relaxed);
   lanes_.clear();
-  for_each_arena([&](Arena& arena) {
+  const auto forget = [&](Arena& arena) {
+    std::lock_guard inner(arena.mutex);
     if (arena.index() == 0) gauges_.held.subtract(arena.pool.held());
     arena.pool.for_each_live([&](const Pool::LiveBlock& block) {
       count(shared_.counters.reset_blocks);
@@ -1169,7 +1170,10 @@ void Context::discard() {
       gauges_.handed_out.subtract(block.size);
     });
     arena.abandon();
-  });
+  };
+  for (auto slot = arenas_.rbegin(); slot != arenas_.rend(); ++slot) {
+    if (Arena* arena = slot->load(std::memory_order_relaxed)) forget(*arena);
+  }
   farewells_.clear();
   spare_ = 0;
   fences_.abandon();
