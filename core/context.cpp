@@ -687,6 +687,7 @@ CUresult Context::free_evented(const Claim& claimed, const StreamIdentity& strea
     if (!lost) claimed.block->set(BlockState::cached);
     by.lane->leave();
     if (lost) return CUDA_SUCCESS;
+    turn_to(*by.lane);
     std::lock_guard lock(arena.mutex);
     if (claimed.generation != arena.generation()) return CUDA_SUCCESS;
     if (arena.evented.size() < arena.evented.capacity()) {
