@@ -337,6 +337,7 @@ Context::Grant Context::search(Arena& arena, const Need& need, const Request& re
   if (const Grant grant = take_again(arena, need, request, by)) return grant;
   if (collect()) {
     poll();
+    collect();  // superblocks that have become whole
     if (const Grant grant = take_again(arena, need, request, by)) return grant;
   }
   // A superblock is worth growing for. If there can be none, the global arena serves the request itself.
