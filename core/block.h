@@ -36,7 +36,7 @@ enum class BlockState : std::uint8_t {
   evented,  // free, held beside the bins with an event of its own
   live,     // the program's
   freeing,  // claimed by the program's free, which may be waiting for the device; a second free of it is an error
-  cached,   // free, in a lane's magazine; its arena still counts it as handed out
+  cached,   // free, in a lane's magazine, or a superblock; its arena still counts it as handed out
 };
 
 // A field with one writer at a time that others may read beside it; it orders nothing.

@@ -316,7 +316,8 @@ bool Context::refill(Arena& arena, const Need& need, LaneRef by) {
   bool clean = false;
   {
     std::lock_guard inner(global().mutex);
-    superblock = global().take(whole, by);
+    // Cached: it is in no program's hands, and a second free of its first byte must not claim it.
+    superblock = global().take(whole, by, BlockState::cached);
     if (superblock == nullptr) return false;
     superblock->api = Api::superblock;
     clean = superblock->heap == global().clean->index;
