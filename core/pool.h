@@ -70,7 +70,7 @@ class Pool {
   bool valid() const noexcept;
 
   // Calls visit(const LiveBlock&) for each block in the program's hands. Such blocks change hands without the arena's
-  // lock: one that does so while it is read is left out.
+  // lock: one that becomes cached while it is read is left out.
   struct LiveBlock {
     std::uint64_t size;
     std::uint64_t requested;
@@ -82,16 +82,19 @@ class Pool {
   void for_each_live(Visit visit) const noexcept {
     for (const Segment* s = segments_; s != nullptr; s = s->next) {
       for (const Block* b = s->first; b != nullptr; b = b->upper) {
-        const BlockState state = b->state();
-        if ((state != BlockState::live && state != BlockState::freeing) || b->api == Api::superblock) continue;
+        if (!in_use(*b) || b->api == Api::superblock) continue;
         const LiveBlock live{b->size, b->live.requested, b->live.time, b->live.stream, b->api};
         std::atomic_thread_fence(std::memory_order_acquire);  // what was read is as old as this second look
-        if (b->state() == state) visit(live);
+        if (in_use(*b)) visit(live);
       }
     }
   }
 
  private:
+  static bool in_use(const Block& block) noexcept {
+    const BlockState state = block.state();
+    return state == BlockState::live || state == BlockState::freeing;
+  }
   bool free_in(const Block* block, const Heap& heap) const noexcept {
     return block != nullptr && block->state() == BlockState::free && block->heap == heap.index;
   }
