@@ -476,6 +476,8 @@ bool Context::grow(const Need& need, bool exact, CUresult& why) {
     if (generation != events_.generation()) return false;  // reset meanwhile: what the address is now is not ours
     promised_ -= promised;
     --growing_;
+    // The reset may be over and its discard() to come: the address then may be one that the old memory still has here.
+    if (closing_.load(std::memory_order_relaxed) != 0) return false;
     if (result != CUDA_SUCCESS) {
       if (result == CUDA_ERROR_OUT_OF_MEMORY) pressure_.store(true, std::memory_order_relaxed);
       return false;
