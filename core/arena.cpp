@@ -26,11 +26,11 @@ Heap* Arena::heap_of(LaneRef by) noexcept try {
   return pending;
 }
 
-Block* Arena::take(const Need& need, LaneRef by) noexcept {
+Block* Arena::take(const Need& need, LaneRef by, BlockState as) noexcept {
   const bool stream = by.lane->is_stream() && by.lane->is(by.serial);
   if (Heap* own = stream ? by.lane->heaps[static_cast<std::size_t>(index_)] : nullptr; own != nullptr) {
-    if (Block* block = pool.take_best(*own, *clean, need.size, need.alignment)) return block;
-  } else if (Block* block = pool.take(*clean, need.size, need.alignment, kAnyStamp)) {
+    if (Block* block = pool.take_best(*own, *clean, need.size, need.alignment, as)) return block;
+  } else if (Block* block = pool.take(*clean, need.size, need.alignment, kAnyStamp, as)) {
     return block;
   }
   if (!stream) return nullptr;
@@ -42,7 +42,7 @@ Block* Arena::take(const Need& need, LaneRef by) noexcept {
     Block* block = e.block;
     const std::uint64_t freed = block->idle.stamp;
     Heap* heap = heap_of(by);
-    pool.take_evented(block);
+    pool.take_evented(block, as);
     pool.trim(block, need.size, *heap, freed);
     e.event.release();
     evented.erase(evented.begin() + (&e - evented.data()));
@@ -53,7 +53,7 @@ Block* Arena::take(const Need& need, LaneRef by) noexcept {
   for (const Lane::Before& earlier : by.lane->before) {
     Heap* heap = earlier.lane->is(earlier.serial) ? earlier.lane->heaps[static_cast<std::size_t>(index_)] : nullptr;
     if (heap == nullptr) continue;
-    block = pool.take(*heap, need.size, need.alignment, earlier.stamp);
+    block = pool.take(*heap, need.size, need.alignment, earlier.stamp, as);
     if (block != nullptr) break;
   }
   by.lane->leave();

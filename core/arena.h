@@ -42,8 +42,8 @@ class Arena {
   Context& context() const noexcept { return context_; }
   int index() const noexcept { return index_; }
 
-  // A block for the lane, from what it may have now; null if there is none. It is live.
-  Block* take(const Need& need, LaneRef by) noexcept;
+  // A block for the lane, from what it may have now; null if there is none. It is live, or as told.
+  Block* take(const Need& need, LaneRef by, BlockState as = BlockState::live) noexcept;
   // Puts a block that was handed out into the lane's heap, where its stream may have it at once and others as heap.h
   // says; a host lane's is the pending heap.
   void give(Block* block, LaneRef by, std::uint64_t stamp) noexcept;

@@ -36,7 +36,7 @@ enum class BlockState : std::uint8_t {
   evented,  // free, held beside the bins with an event of its own
   live,     // the program's
   freeing,  // claimed by the program's free, which may be waiting for the device; a second free of it is an error
-  cached,   // free, in a lane's magazine; its arena still counts it as handed out
+  cached,   // free, in a lane's magazine, or a superblock; its arena still counts it as handed out
 };
 
 // A field with one writer at a time that others may read beside it; it orders nothing.
@@ -54,6 +54,12 @@ class Relaxed {
 };
 
 struct Block {
+  // What a free that a reset overtook may still look at is atomic also while a recycled record is made anew.
+  Block() noexcept {
+    word().store(0, std::memory_order_relaxed);
+    api = Api::malloc;
+  }
+
   std::uint64_t size = 0;  // bytes handed out, a multiple of kUnit
   Block* lower = nullptr;  // neighbours by address in the segment
   Block* upper = nullptr;
@@ -73,21 +79,21 @@ struct Block {
     Live live;    // while live, freeing or cached
   };
   std::uint32_t heap = 0;  // while free: index of its heap in the pool
-  Relaxed<Api> api{};
+  Relaxed<Api> api;
 
-  std::uint64_t address() const noexcept { return word_.load(std::memory_order_relaxed) & ~(kUnit - 1); }
-  BlockState state() const noexcept { return static_cast<BlockState>(word_.load(std::memory_order_relaxed) % kUnit); }
+  std::uint64_t address() const noexcept { return word().load(std::memory_order_relaxed) & ~(kUnit - 1); }
+  BlockState state() const noexcept { return static_cast<BlockState>(word().load(std::memory_order_relaxed) % kUnit); }
   void set(std::uint64_t address, BlockState state) noexcept {
     // Release: who finds a live block sees its fields.
-    word_.store(address | static_cast<std::uint64_t>(state), std::memory_order_release);
+    word().store(address | static_cast<std::uint64_t>(state), std::memory_order_release);
   }
   void set(BlockState state) noexcept { set(address(), state); }
   // Changes the state of the block that begins at `address`, if it is that block and in state `from`: of several
   // callers one wins. Acquire: the winner sees what the last owner wrote.
   bool change(std::uint64_t address, BlockState from, BlockState to) noexcept {
     std::uint64_t expected = address | static_cast<std::uint64_t>(from);
-    return word_.compare_exchange_strong(expected, address | static_cast<std::uint64_t>(to), std::memory_order_acq_rel,
-                                         std::memory_order_relaxed);
+    return word().compare_exchange_strong(expected, address | static_cast<std::uint64_t>(to), std::memory_order_acq_rel,
+                                          std::memory_order_relaxed);
   }
   // An arena looks at both neighbours of what it gets back, and they lie anywhere in host memory: asked for before its
   // lock is taken, they come together. Never on a path that takes no arena's lock: it would fetch other threads' blocks
@@ -102,7 +108,8 @@ struct Block {
 #endif
 
  private:
-  std::atomic<std::uint64_t> word_{0};  // address, a multiple of kUnit, and below it the state
+  std::atomic_ref<std::uint64_t> word() const noexcept { return std::atomic_ref(word_); }
+  mutable std::uint64_t word_;  // address, a multiple of kUnit, and below it the state; only used by word()
 };
 static_assert(sizeof(Block) == 64);
 

@@ -244,128 +244,121 @@ inline bool Context::refuses(std::uint64_t bytes) const noexcept {
          (shared_.peers.load(std::memory_order_relaxed) && !context_fences());
 }
 
-inline void Context::hand_out(Block& block, const Request& request) const noexcept {
+inline Context::Grant Context::hand_out(Block& block, const Request& request) const noexcept {
   block.api = request.api;
   block.live.requested = request.bytes;
   block.live.stream = request.stream != nullptr ? static_cast<std::uint32_t>(request.stream->id) : 0;
   const bool track = options().track != TrackLevel::off;
   block.live.time = track ? ticks() : 0;
   block.live.thread = track ? static_cast<std::uint32_t>(thread_id()) : 0;
+  return {&block, block.address(), block.size};
 }
 
 bool Context::allocate(const Request& request, CUdeviceptr* out) noexcept try {
   if (refuses(request.bytes)) return false;
   const Need need = need_of(request.bytes);
   const LaneRef by = enter_lane(request.stream);
-  Block* block = by.lane->magazine.take(need.size, takes_through(*by.lane));
-  if (block != nullptr) {
-    hand_out(*block, request);
+  Grant grant;
+  if (Block* block = by.lane->magazine.take(need.size, takes_through(*by.lane))) {
+    grant = hand_out(*block, request);
     block->set(BlockState::live);
-    by.lane->tally.allocated(static_cast<int>(request.api), request.bytes, block->size);
+    by.lane->tally.allocated(static_cast<int>(request.api), request.bytes, grant.size);
   }
   by.lane->leave();
   turn_to(*by.lane);
-  if (block == nullptr) {
+  if (!grant) {
     if (untidy_.load(std::memory_order_relaxed)) poll();
     Arena& arena = arena_of(need, by);
-    block = take(arena, need, request, by);
-    if (block == nullptr) block = search(arena, need, request, by);
-    if (block == nullptr) return false;
+    grant = take(arena, need, request, by);
+    if (!grant) grant = search(arena, need, request, by);
+    if (!grant) return false;
     by.lane->enter();
-    by.lane->tally.allocated(static_cast<int>(request.api), request.bytes, block->size);
+    by.lane->tally.allocated(static_cast<int>(request.api), request.bytes, grant.size);
     by.lane->leave();
   }
-  const std::uint64_t address = block->address();
-  if (options().init != InitMode::none && !fill(*block, request)) {
-    take_back(block, address, request, by);
+  if (options().init != InitMode::none && !fill(grant.address, request)) {
+    take_back(grant, request, by);
     return false;
   }
-  *out = address;
+  *out = grant.address;
   return true;
 } catch (...) {  // no host memory: the driver may still have what is needed
   return false;
 }
 
 // What it promised cannot be kept; the driver's memory is zero at least.
-void Context::take_back(Block* block, std::uint64_t address, const Request& request, LaneRef by) noexcept {
-  const Segment* segment = shared_.map.find(address);
-  if (segment == nullptr) return;
-  Arena& arena = *segment->arena();
-  const std::uint64_t generation = arena.generation();
-  if (!block->change(address, BlockState::live, BlockState::freeing)) return;
+void Context::take_back(const Grant& grant, const Request& request, LaneRef by) {
+  const Segment* segment = shared_.map.find(grant.address);
+  if (segment == nullptr) return;  // a reset was faster
+  const Found found{grant.block, grant.address, segment->arena(), segment->arena()->generation()};
+  if (!found.block->change(found.address, BlockState::live, BlockState::freeing)) return;
+  give(found, request.stream, false);
   by.lane->enter();
-  by.lane->tally.freed(request.bytes, block->size);
   bump(by.lane->tally.served[static_cast<int>(request.api)], ~std::uint64_t{0});
   bump(by.lane->tally.frees, ~std::uint64_t{0});
-  block->set(BlockState::cached);
   by.lane->leave();
-  std::lock_guard lock(arena.mutex);
-  if (generation == arena.generation()) arena.give_pending(block, fences_.now());
 }
 
-Block* Context::take(Arena& arena, const Need& need, const Request& request, LaneRef by) {
+Context::Grant Context::take(Arena& arena, const Need& need, const Request& request, LaneRef by) {
   {
     std::lock_guard lock(arena.mutex);
-    if (Block* block = arena.take(need, by)) {
-      hand_out(*block, request);
-      return block;
-    }
+    if (Block* block = arena.take(need, by)) return hand_out(*block, request);
   }
-  if (arena.index() == 0 || !refill(arena, need, by)) return nullptr;
+  if (arena.index() == 0 || !refill(arena, need, by)) return {};
   std::lock_guard lock(arena.mutex);
   Block* block = arena.take(need, by);
-  if (block != nullptr) hand_out(*block, request);
-  return block;
+  return block != nullptr ? hand_out(*block, request) : Grant{};
 }
 
+// With the context's lock held, so that no reset comes between the two arenas.
 bool Context::refill(Arena& arena, const Need& need, LaneRef by) {
+  std::lock_guard lock(mutex_);
   const Need whole = superblock_for(need);
-  const std::uint64_t generation = global().generation();
   Block* superblock = nullptr;
   bool clean = false;
   {
-    std::lock_guard lock(global().mutex);
-    superblock = global().take(whole, by);
+    std::lock_guard inner(global().mutex);
+    // Cached: it is in no program's hands, and a second free of its first byte must not claim it.
+    superblock = global().take(whole, by, BlockState::cached);
     if (superblock == nullptr) return false;
     superblock->api = Api::superblock;
     clean = superblock->heap == global().clean->index;
   }
   const std::uint64_t stamp = fences_.now();
   {
-    std::lock_guard lock(arena.mutex);
-    if (generation != global().generation()) return false;  // the global arena is abandoned first: so no lost memory
+    std::lock_guard inner(arena.mutex);
     if (arena.add_superblock(*superblock, clean, by, stamp)) return true;
   }
-  std::lock_guard lock(global().mutex);  // the host is out of memory
-  if (generation == global().generation())
-    clean ? global().give_clean(superblock) : global().give(superblock, by, stamp);
+  std::lock_guard inner(global().mutex);  // the host is out of memory
+  clean ? global().give_clean(superblock) : global().give(superblock, by, stamp);
   return false;
 }
 
-Block* Context::search(Arena& arena, const Need& need, const Request& request, LaneRef by) {
+Context::Grant Context::search(Arena& arena, const Need& need, const Request& request, LaneRef by) {
   // What a host lane freed under `deferred` and keeps is in no arena: a fence is wanted for it too.
   poll(by.lane->is_stream() || options().free != FreeMode::deferred ? 0 : fences_.now());
-  if (Block* block = take_again(arena, need, request, by)) return block;
+  if (const Grant grant = take_again(arena, need, request, by)) return grant;
   if (collect()) {
     poll();
-    if (Block* block = take_again(arena, need, request, by)) return block;
+    collect();  // superblocks that have become whole
+    if (const Grant grant = take_again(arena, need, request, by)) return grant;
   }
   // A superblock is worth growing for. If there can be none, the global arena serves the request itself.
   const bool own = arena.index() != 0;
   CUresult why = CUDA_SUCCESS;
   // Other threads may take what this one has asked the driver for: then once more, but not for ever.
   const auto grow_for = [&](const Need& growth, Arena& from, bool exact) {
-    Block* found = nullptr;
-    for (int tries = 0; found == nullptr && tries < 16 && grow(growth, exact, why); ++tries)
+    Grant found;
+    for (int tries = 0; !found && tries < 16 && grow(growth, exact, why); ++tries)
       found = take(from, need, request, by);
     return found;
   };
-  Block* block = grow_for(own ? superblock_for(need) : need, arena, false);
-  if (block == nullptr && own) block = take(global(), need, request, by);
-  if (block == nullptr && own) block = grow_for(need, global(), false);
-  if (block == nullptr && by.lane->is_stream()) block = steal(arena, need, request, by);
-  if (block == nullptr && by.lane->is_stream() && own) block = steal(global(), need, request, by);
-  if (block != nullptr || why != CUDA_ERROR_OUT_OF_MEMORY) return block;
+  Grant grant = grow_for(own ? superblock_for(need) : need, arena, false);
+  if (!grant && own) grant = take(global(), need, request, by);
+  if (!grant && own) grant = grow_for(need, global(), false);
+  if (!grant && by.lane->is_stream()) grant = steal(arena, need, request, by);
+  if (!grant && by.lane->is_stream() && own) grant = steal(global(), need, request, by);
+  if (grant || why != CUDA_ERROR_OUT_OF_MEMORY) return grant;
 
   // Out of memory. Wait for freed blocks only where they could help, and never while a capture is open.
   std::uint64_t pool_free = 0;
@@ -378,27 +371,27 @@ Block* Context::search(Arena& arena, const Need& need, const Request& request, L
   });
   if (need.size <= pool_free && anything_unclean() && !shared_.gate.may_be_open() && options().oom_wait.ns != 0) {
     count(shared_.counters.memory_waits);
-    block = wait_for_blocks(arena, need, request, by);
+    grant = wait_for_blocks(arena, need, request, by);
   }
-  if (block == nullptr && release_unused(0) != 0) block = grow_for(need, global(), true);
-  if (block == nullptr) {
+  if (!grant && release_unused(0) != 0) grant = grow_for(need, global(), true);
+  if (!grant) {
     count(shared_.counters.out_of_memory);
     log::warn("out of memory on device {}: {} bytes asked; the pool holds {} bytes, {} of them free, largest hole {}",
               device_, request.bytes, held, pool_free, hole);
   }
-  return block;
+  return grant;
 }
 
 // After the fences were asked: the lane's own magazine first, which they may have cleaned.
-Block* Context::take_again(Arena& arena, const Need& need, const Request& request, LaneRef by) {
+Context::Grant Context::take_again(Arena& arena, const Need& need, const Request& request, LaneRef by) {
   if (by.lane->enter(by.serial)) {
-    Block* block = by.lane->magazine.take(need.size, takes_through(*by.lane));
-    if (block != nullptr) {
-      hand_out(*block, request);
+    Grant grant;
+    if (Block* block = by.lane->magazine.take(need.size, takes_through(*by.lane))) {
+      grant = hand_out(*block, request);
       block->set(BlockState::live);
     }
     by.lane->leave();
-    if (block != nullptr) return block;
+    if (grant) return grant;
   }
   return take(arena, need, request, by);
 }
@@ -409,22 +402,22 @@ bool Context::anything_unclean() {
   return unclean;
 }
 
-Block* Context::wait_for_blocks(Arena& arena, const Need& need, const Request& request, LaneRef by) {
+Context::Grant Context::wait_for_blocks(Arena& arena, const Need& need, const Request& request, LaneRef by) {
   const std::uint64_t start = ticks();
   const std::uint64_t deadline = monotonic_ns() + options().oom_wait.ns;
   auto pause = std::chrono::microseconds(20);
-  Block* block = nullptr;
-  while (block == nullptr && monotonic_ns() < deadline && broken() == CUDA_SUCCESS) {
+  Grant grant;
+  while (!grant && monotonic_ns() < deadline && broken() == CUDA_SUCCESS) {
     std::this_thread::sleep_for(pause);
     pause = std::min(pause * 2, std::chrono::microseconds(1000));
     poll();
     collect();
-    block = take(arena, need, request, by);
-    if (block == nullptr && arena.index() != 0) block = take(global(), need, request, by);
-    if (block == nullptr && !anything_unclean()) break;  // nothing left to wait for
+    grant = take(arena, need, request, by);
+    if (!grant && arena.index() != 0) grant = take(global(), need, request, by);
+    if (!grant && !anything_unclean()) break;  // nothing left to wait for
   }
   count(shared_.counters.wait_ticks, ticks() - start);
-  return block;
+  return grant;
 }
 
 // A new segment of the global arena, large enough for `need`. `why` is what the driver said; success and false:
@@ -485,6 +478,8 @@ bool Context::grow(const Need& need, bool exact, CUresult& why) {
     if (generation != events_.generation()) return false;  // reset meanwhile: what the address is now is not ours
     promised_ -= promised;
     --growing_;
+    // The reset may be over and its discard() to come: the address then may be one that the old memory still has here.
+    if (closing_.load(std::memory_order_relaxed) != 0) return false;
     if (result != CUDA_SUCCESS) {
       if (result == CUDA_ERROR_OUT_OF_MEMORY) pressure_.store(true, std::memory_order_relaxed);
       return false;
@@ -507,7 +502,7 @@ bool Context::grow(const Need& need, bool exact, CUresult& why) {
   return added;
 }
 
-Block* Context::steal(Arena& arena, const Need& need, const Request& request, LaneRef by) {
+Context::Grant Context::steal(Arena& arena, const Need& need, const Request& request, LaneRef by) {
   Arena::Evented chosen{};
   std::uint64_t generation = 0;
   {
@@ -516,7 +511,7 @@ Block* Context::steal(Arena& arena, const Need& need, const Request& request, La
       return e.serial != 0 && !e.being_queried && e.block->size >= need.size &&
              Bins::lead(*e.block, need.alignment) == 0;
     });
-    if (usable == arena.evented.end()) return nullptr;
+    if (usable == arena.evented.end()) return {};
     usable->being_queried = true;
     chosen = *usable;
     generation = arena.generation();
@@ -530,12 +525,12 @@ Block* Context::steal(Arena& arena, const Need& need, const Request& request, La
     });
   }
   std::lock_guard lock(arena.mutex);
-  if (generation != arena.generation()) return nullptr;
+  if (generation != arena.generation()) return {};
   const auto at = std::find_if(arena.evented.begin(), arena.evented.end(),
                                [&](const Arena::Evented& e) { return e.block == chosen.block; });
   if (!note(result)) {
     at->being_queried = false;
-    return nullptr;
+    return {};
   }
   arena.evented.erase(at);
   chosen.event.release();  // the wait took the event's state at the call: it may be recorded again
@@ -543,13 +538,11 @@ Block* Context::steal(Arena& arena, const Need& need, const Request& request, La
   Heap* heap = arena.heap_of(by);
   arena.pool.take_evented(chosen.block);
   arena.pool.trim(chosen.block, need.size, *heap, fences_.now());
-  hand_out(*chosen.block, request);
-  return chosen.block;
+  return hand_out(*chosen.block, request);
 }
 
-bool Context::fill(const Block& block, const Request& request) noexcept {
+bool Context::fill(std::uint64_t address, const Request& request) noexcept {
   const unsigned char value = fill_byte(options().init);
-  const CUdeviceptr address = block.address();
   const auto set = [&](CUstream stream) {
     return driver().call(driver().cuMemsetD8Async, address, value, static_cast<std::size_t>(request.bytes), stream);
   };
@@ -691,6 +684,7 @@ CUresult Context::free_evented(const Found& found, const StreamIdentity& stream,
     if (!lost) found.block->set(BlockState::cached);
     by.lane->leave();
     if (lost) return CUDA_SUCCESS;
+    turn_to(*by.lane);
     std::lock_guard lock(arena.mutex);
     if (found.generation != arena.generation()) return CUDA_SUCCESS;
     if (arena.evented.size() < arena.evented.capacity()) {
@@ -751,18 +745,19 @@ bool Context::collect() {
 }
 
 bool Context::return_superblocks(Arena& arena, std::uint64_t keep) {
-  std::vector<Arena::Superblock> superblocks;
   {
     std::lock_guard lock(arena.mutex);
     if (arena.pool.unused() <= keep) return false;
+  }
+  std::vector<Arena::Superblock> superblocks;
+  std::lock_guard lock(mutex_);  // no reset comes between the two arenas
+  {
+    std::lock_guard inner(arena.mutex);
     arena.detach_superblocks(keep, superblocks);
   }
-  std::lock_guard lock(global().mutex);
+  std::lock_guard inner(global().mutex);
   for (const Arena::Superblock& s : superblocks) {
-    const Segment* segment = shared_.map.find(s.address);
-    if (segment == nullptr || segment->arena() != &global()) continue;  // reset meanwhile
-    Block* block = segment->block_at(s.address);
-    if (block == nullptr || block->api != Api::superblock) continue;
+    Block* block = shared_.map.find(s.address)->block_at(s.address);
     s.order == Order::clean ? global().give_clean(block) : global().give(block, s.lane, s.stamp);
   }
   return !superblocks.empty();
@@ -1145,7 +1140,7 @@ void Context::stream_going(const StreamIdentity& stream) {
 
 // First every lane ends, so that no block comes into a magazine any more: a free that still has one enters a lane of
 // the next incarnation, which it gets only when this is over, and finds its arena's generation changed. Then the arenas
-// forget their memory, the global one first (refill() builds on that).
+// forget their memory, the global one last: until they have, their superblocks must be found in the map.
 void Context::discard() {
   std::lock_guard lock(mutex_);
   const auto end = [&](Lane& lane) {
@@ -1163,7 +1158,8 @@ void Context::discard() {
   }
   shared_.stream_lanes.fetch_sub(static_cast<int>(lanes_.size()), std::memory_order_relaxed);
   lanes_.clear();
-  for_each_arena([&](Arena& arena) {
+  const auto forget = [&](Arena& arena) {
+    std::lock_guard inner(arena.mutex);
     if (arena.index() == 0) gauges_.held.subtract(arena.pool.held());
     arena.pool.for_each_live([&](const Pool::LiveBlock& block) {
       count(shared_.counters.reset_blocks);
@@ -1172,7 +1168,10 @@ void Context::discard() {
       gauges_.handed_out.subtract(block.size);
     });
     arena.abandon();
-  });
+  };
+  for (auto slot = arenas_.rbegin(); slot != arenas_.rend(); ++slot) {
+    if (Arena* arena = slot->load(std::memory_order_relaxed)) forget(*arena);
+  }
   farewells_.clear();
   spare_ = 0;
   fences_.abandon();

@@ -173,17 +173,24 @@ class Context {
   Arena& arena_of(const Need& need, LaneRef by);
   Arena& make_arena(unsigned index);  // with the context's lock held
   static unsigned arena_of_lane(const Lane& lane) noexcept { return 1 + lane.number() % (Lane::kArenas - 1); }
-  void hand_out(Block& block, const Request& request) const noexcept;
+  // A block handed out: copied under the lock that it was taken under, because a reset may recycle its record next.
+  struct Grant {
+    Block* block = nullptr;
+    std::uint64_t address = 0;
+    std::uint64_t size = 0;
+    explicit operator bool() const noexcept { return block != nullptr; }
+  };
+  Grant hand_out(Block& block, const Request& request) const noexcept;
   // These want no lock held. Those without noexcept keep lists in host memory; their callers' callers catch.
-  Block* take(Arena& arena, const Need& need, const Request& request, LaneRef by);
-  Block* take_again(Arena& arena, const Need& need, const Request& request, LaneRef by);
-  Block* search(Arena& arena, const Need& need, const Request& request, LaneRef by);
+  Grant take(Arena& arena, const Need& need, const Request& request, LaneRef by);
+  Grant take_again(Arena& arena, const Need& need, const Request& request, LaneRef by);
+  Grant search(Arena& arena, const Need& need, const Request& request, LaneRef by);
   bool refill(Arena& arena, const Need& need, LaneRef by);
   bool grow(const Need& need, bool exact, CUresult& why);
-  Block* steal(Arena& arena, const Need& need, const Request& request, LaneRef by);
-  Block* wait_for_blocks(Arena& arena, const Need& need, const Request& request, LaneRef by);
-  bool fill(const Block& block, const Request& request) noexcept;
-  void take_back(Block* block, std::uint64_t address, const Request& request, LaneRef by) noexcept;
+  Grant steal(Arena& arena, const Need& need, const Request& request, LaneRef by);
+  Grant wait_for_blocks(Arena& arena, const Need& need, const Request& request, LaneRef by);
+  bool fill(std::uint64_t address, const Request& request) noexcept;
+  void take_back(const Grant& grant, const Request& request, LaneRef by);
 
   // ---- free
   // Gives a claimed block back: into its lane's magazine, else to its arena. `stream`: null for cudaFree.

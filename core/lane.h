@@ -122,9 +122,9 @@ class alignas(64) Lane {
   SpinLock lock_;
   // Written under the lock; read without it where a stale answer is found out later.
   std::atomic<std::uint64_t> serial_{0};
-  // Constant while the incarnation lasts.
-  bool stream_ = false;
-  StreamIdentity identity_;
+  // Constant while the incarnation lasts; who remembers an ended one may read the next one's.
+  Relaxed<bool> stream_{};
+  StreamIdentity identity_;  // under the Context's lock
 };
 
 }  // namespace cushion

@@ -40,22 +40,23 @@ Block* Pool::cut(Block* block, std::uint64_t size) noexcept {
   return rest;
 }
 
-Block* Pool::take(Heap& heap, std::uint64_t size, std::uint64_t alignment, std::uint64_t stamp) noexcept {
+Block* Pool::take(Heap& heap, std::uint64_t size, std::uint64_t alignment, std::uint64_t stamp,
+                  BlockState as) noexcept {
   Block* block = heap.bins.find(size, alignment, stamp);
-  return block != nullptr ? carve(block, size, alignment) : nullptr;
+  return block != nullptr ? carve(block, size, alignment, as) : nullptr;
 }
 
-Block* Pool::take_best(Heap& first, Heap& second, std::uint64_t size, std::uint64_t alignment) noexcept {
+Block* Pool::take_best(Heap& first, Heap& second, std::uint64_t size, std::uint64_t alignment, BlockState as) noexcept {
   constexpr std::uint64_t kAnyStamp = ~std::uint64_t{0};
   Block* block = first.bins.find(size, alignment, kAnyStamp);
   if (block == nullptr || block->size != size) {
     Block* other = second.bins.find(size, alignment, kAnyStamp);
     if (other != nullptr && (block == nullptr || other->size < block->size)) block = other;
   }
-  return block != nullptr ? carve(block, size, alignment) : nullptr;
+  return block != nullptr ? carve(block, size, alignment, as) : nullptr;
 }
 
-Block* Pool::carve(Block* block, std::uint64_t size, std::uint64_t alignment) noexcept {
+Block* Pool::carve(Block* block, std::uint64_t size, std::uint64_t alignment, BlockState as) noexcept {
   Heap& heap = *heaps_[block->heap];
   const std::uint64_t freed = block->idle.stamp;
   const bool whole = block->lower == nullptr && block->upper == nullptr;
@@ -84,7 +85,7 @@ Block* Pool::carve(Block* block, std::uint64_t size, std::uint64_t alignment) no
   }
   free_ -= block->size;
   block->live = {};
-  block->set(BlockState::live);
+  block->set(as);
   return block;
 }
 
@@ -136,10 +137,10 @@ void Pool::give_evented(Block* block, Heap& heap, std::uint64_t stamp) noexcept 
   heap.newest = std::max(heap.newest, stamp);
 }
 
-void Pool::take_evented(Block* block) noexcept {
+void Pool::take_evented(Block* block, BlockState as) noexcept {
   free_ -= block->size;
   block->live = {};
-  block->set(BlockState::live);
+  block->set(as);
 }
 
 void Pool::settle_evented(Block* block, Heap& to) noexcept {

@@ -31,10 +31,12 @@ class Pool {
   const std::vector<Heap*>& heaps() const noexcept { return heaps_; }  // entries may be null
 
   // A block of `size` bytes (a multiple of kUnit) aligned to `alignment` out of `heap`, from what was freed no later
-  // than `stamp`; null if it has none. It is live and in the address map.
-  Block* take(Heap& heap, std::uint64_t size, std::uint64_t alignment, std::uint64_t stamp) noexcept;
+  // than `stamp`; null if it has none. It is live, or as told, and in the address map.
+  Block* take(Heap& heap, std::uint64_t size, std::uint64_t alignment, std::uint64_t stamp,
+              BlockState as = BlockState::live) noexcept;
   // The same from whichever of two heaps has the better fit.
-  Block* take_best(Heap& first, Heap& second, std::uint64_t size, std::uint64_t alignment) noexcept;
+  Block* take_best(Heap& first, Heap& second, std::uint64_t size, std::uint64_t alignment,
+                   BlockState as = BlockState::live) noexcept;
   // Puts a block that the program gave back into `heap`, merging it with its free neighbours there.
   void give(Block* block, Heap& heap, std::uint64_t stamp) noexcept;
   // Moves a free block to another heap, merging there.
@@ -42,8 +44,8 @@ class Pool {
 
   // Evented blocks lie beside the bins: free, unmerged, each with an event of its own elsewhere.
   void give_evented(Block* block, Heap& heap, std::uint64_t stamp) noexcept;
-  void take_evented(Block* block) noexcept;              // becomes live, whole
-  void settle_evented(Block* block, Heap& to) noexcept;  // becomes an ordinary free block of `to`
+  void take_evented(Block* block, BlockState as = BlockState::live) noexcept;  // whole
+  void settle_evented(Block* block, Heap& to) noexcept;                        // becomes an ordinary free block of `to`
   void trim(Block* live, std::uint64_t size, Heap& rest_to, std::uint64_t stamp) noexcept;  // gives back the tail
 
   // Segments. add() makes the whole range one block of `heap`, freed at `stamp`; false when the host is out of memory.
@@ -68,7 +70,7 @@ class Pool {
   bool valid() const noexcept;
 
   // Calls visit(const LiveBlock&) for each block in the program's hands. Such blocks change hands without the arena's
-  // lock: one that does so while it is read is left out.
+  // lock: one that becomes cached while it is read is left out.
   struct LiveBlock {
     std::uint64_t size;
     std::uint64_t requested;
@@ -80,20 +82,23 @@ class Pool {
   void for_each_live(Visit visit) const noexcept {
     for (const Segment* s = segments_; s != nullptr; s = s->next) {
       for (const Block* b = s->first; b != nullptr; b = b->upper) {
-        const BlockState state = b->state();
-        if ((state != BlockState::live && state != BlockState::freeing) || b->api == Api::superblock) continue;
+        if (!in_use(*b) || b->api == Api::superblock) continue;
         const LiveBlock live{b->size, b->live.requested, b->live.time, b->live.stream, b->api};
         std::atomic_thread_fence(std::memory_order_acquire);  // what was read is as old as this second look
-        if (b->state() == state) visit(live);
+        if (in_use(*b)) visit(live);
       }
     }
   }
 
  private:
+  static bool in_use(const Block& block) noexcept {
+    const BlockState state = block.state();
+    return state == BlockState::live || state == BlockState::freeing;
+  }
   bool free_in(const Block* block, const Heap& heap) const noexcept {
     return block != nullptr && block->state() == BlockState::free && block->heap == heap.index;
   }
-  Block* carve(Block* block, std::uint64_t size, std::uint64_t alignment) noexcept;  // out of a free block; live
+  Block* carve(Block* block, std::uint64_t size, std::uint64_t alignment, BlockState as) noexcept;  // a free block
   Block* cut(Block* block, std::uint64_t size) noexcept;  // splits; returns the upper part, unlinked from any bin
   void put(Block* block, Heap& heap, std::uint64_t stamp) noexcept;  // merges and inserts a block that is in no bin
   void keep_spare(Segment* segment) noexcept {

@@ -88,11 +88,17 @@ class Core {
     return Allocate({bytes, Api::malloc_async, &lane.identity});
   }
   CUresult Free(CUdeviceptr p) { return FreeBlock(BlockAt(p), p); }
+  Context::Found Find(Block* block, CUdeviceptr p) {
+    const Segment* segment = shared.map.find(p);
+    static Arena& nowhere = eternal<Arena>(shared.map, context(), 0);
+    Arena* arena = segment != nullptr ? segment->arena() : &nowhere;
+    return {block, p, arena, arena->generation()};
+  }
   // Of a pointer that need not be a block's any more.
-  CUresult FreeBlock(Block* block, CUdeviceptr p) { return context().free(Found(block, p)); }
+  CUresult FreeBlock(Block* block, CUdeviceptr p) { return context().free(Find(block, p)); }
   CUresult FreeAsync(CUdeviceptr p, const TestStream& lane) { return FreeBlockAsync(BlockAt(p), p, lane, context()); }
   CUresult FreeBlockAsync(Block* block, CUdeviceptr p, const TestStream& stream, Context& stream_context) {
-    return context().free_async(Found(block, p), stream.identity, stream_context);
+    return context().free_async(Find(block, p), stream.identity, stream_context);
   }
   Block* BlockAt(CUdeviceptr p) {
     Segment* segment = shared.map.find(p);
@@ -122,12 +128,6 @@ class Core {
   Shared& shared = eternal<Shared>();
 
  private:
-  Context::Found Found(Block* block, CUdeviceptr p) {
-    const Segment* segment = shared.map.find(p);
-    static Arena& nowhere = eternal<Arena>(shared.map, context(), 0);
-    Arena* arena = segment != nullptr ? segment->arena() : &nowhere;
-    return {block, p, arena, arena->generation()};
-  }
   CUdeviceptr Allocate(const Request& request) {
     CUdeviceptr p = 0;
     return context().allocate(request, &p) ? p : 0;
