@@ -68,6 +68,9 @@ bool Arena::add_superblock(const Block& superblock, bool was_clean, LaneRef by, 
 }
 
 void Arena::detach_superblocks(std::uint64_t keep, std::vector<Superblock>& out) {
+  std::size_t most = 0;
+  for (const Segment* segment = pool.segments(); segment != nullptr; segment = segment->next) ++most;
+  out.reserve(most);  // before any is taken out: none is lost if the host has no memory
   for (Segment* segment = pool.segments(); segment != nullptr && pool.unused() > keep;) {
     Segment* next = segment->next;
     if (const Block* block = Pool::wholly_free(*segment)) {
