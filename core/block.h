@@ -43,14 +43,14 @@ enum class BlockState : std::uint8_t {
 template <class T>
 class Relaxed {
  public:
-  operator T() const noexcept { return __atomic_load_n(&value_, __ATOMIC_RELAXED); }
+  operator T() const noexcept { return std::atomic_ref(value_).load(std::memory_order_relaxed); }
   Relaxed& operator=(T value) noexcept {
-    __atomic_store_n(&value_, value, __ATOMIC_RELAXED);
+    std::atomic_ref(value_).store(value, std::memory_order_relaxed);
     return *this;
   }
 
  private:
-  T value_;
+  mutable T value_;  // mutable: atomic_ref has no const view of it
 };
 
 struct Block {

@@ -174,7 +174,8 @@ void Context::tidy_lanes() {
   if (lanes_.size() < tidy_at_) return;
   const std::uint64_t through = fences_.clean_through();
   std::vector<Lane*> idle;
-  for (const auto& [id, lane] : lanes_) {
+  for (const auto& known : lanes_) {
+    Lane* lane = known.second;
     bool useful = lane->queries != 0;
     for_each_arena([&](Arena& arena) {
       const Heap* heap = lane->heaps[static_cast<std::size_t>(arena.index())];
