@@ -23,12 +23,6 @@ CUmemoryPool AsyncAllocator::prepare() noexcept {
   if (pool != nullptr || !context_.primary() || shared_.gate.may_be_open()) return pool;
   RelaxedCaptureMode relaxed(driver());
   if (!note(driver().call(driver().cuDeviceGetDefaultMemPool, &pool, context_.device()))) return nullptr;
-  raise_threshold(pool);
-  pool_.store(pool, std::memory_order_release);
-  return pool;
-}
-
-void AsyncAllocator::raise_threshold(CUmemoryPool pool) noexcept {
   const Size& wanted = shared_.options->release_threshold;
   cuuint64_t threshold = 0;
   if (note(driver().call(driver().cuMemPoolGetAttribute, pool, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
@@ -38,48 +32,26 @@ void AsyncAllocator::raise_threshold(CUmemoryPool pool) noexcept {
     note(driver().call(driver().cuMemPoolSetAttribute, pool, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
                        static_cast<void*>(&threshold)));
   }
-}
-
-template <class Handle, class Make, class Unmake>
-Handle AsyncAllocator::once(std::atomic<Handle>& slot, std::uint64_t generation, Make make, Unmake unmake) noexcept {
-  Handle handle = slot.load(std::memory_order_acquire);
-  if (handle != nullptr) return handle;
-  if (!note(make(&handle))) return nullptr;
-  Handle first = nullptr;
-  {
-    std::lock_guard lock(mutex_);
-    if (generation != events_.generation()) return nullptr;  // reset meanwhile: it went along
-    if (slot.compare_exchange_strong(first, handle, std::memory_order_acq_rel)) return handle;
-  }
-  unmake(handle);  // another thread was first
-  return first;
+  pool_.store(pool, std::memory_order_release);
+  return pool;
 }
 
 CUstream AsyncAllocator::open(std::atomic<CUstream>& slot, std::uint64_t generation) noexcept {
-  return once(
-      slot, generation,
-      [&](CUstream* out) {
-        return driver().call(driver().cuStreamCreate, out, static_cast<unsigned>(CU_STREAM_NON_BLOCKING));
-      },
-      [&](CUstream stream) { driver().call(driver().cuStreamDestroy_v2, stream); });
+  CUstream stream = slot.load(std::memory_order_acquire);
+  if (stream != nullptr) return stream;
+  if (!note(driver().call(driver().cuStreamCreate, &stream, static_cast<unsigned>(CU_STREAM_NON_BLOCKING))))
+    return nullptr;
+  CUstream first = nullptr;
+  {
+    std::lock_guard lock(mutex_);
+    if (generation != events_.generation()) return nullptr;  // reset meanwhile: it went along
+    if (slot.compare_exchange_strong(first, stream, std::memory_order_acq_rel)) return stream;
+  }
+  driver().call(driver().cuStreamDestroy_v2, stream);  // another thread was first
+  return first;
 }
 
-CUmemoryPool AsyncAllocator::prepare_big(std::uint64_t generation) noexcept {
-  return once(
-      big_pool_, generation,
-      [&](CUmemoryPool* out) {
-        CUmemPoolProps properties{};
-        properties.allocType = CU_MEM_ALLOCATION_TYPE_PINNED;
-        properties.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-        properties.location.id = context_.device();
-        const CUresult result = driver().call(driver().cuMemPoolCreate, out, &properties);
-        if (result == CUDA_SUCCESS) raise_threshold(*out);
-        return result;
-      },
-      [&](CUmemoryPool pool) { driver().call(driver().cuMemPoolDestroy, pool); });
-}
-
-bool AsyncAllocator::allocate(std::uint64_t bytes, CUdeviceptr* out) noexcept {
+bool AsyncAllocator::allocate(std::uint64_t bytes, PoolBlock* out) noexcept {
   if (!context_.primary() || !context_.serves() || bytes > context_.device_bytes() || shared_.gate.may_be_open() ||
       shared_.peers.load(std::memory_order_relaxed)) {
     return false;
@@ -87,8 +59,7 @@ bool AsyncAllocator::allocate(std::uint64_t bytes, CUdeviceptr* out) noexcept {
   RelaxedCaptureMode relaxed(driver());
   CurrentContext current(driver(), context_.handle());
   const std::uint64_t generation = events_.generation();
-  const bool big = bytes > kBigRequest;
-  const CUmemoryPool pool = big ? prepare_big(generation) : prepare();
+  const CUmemoryPool pool = prepare();
   if (pool == nullptr) return false;
   // A block is handed out only when there is a stream to free it on, and a spare for frees that have no fence.
   if (freeing_.load(std::memory_order_acquire) == nullptr) context_.take_spare();
@@ -96,21 +67,22 @@ bool AsyncAllocator::allocate(std::uint64_t bytes, CUdeviceptr* out) noexcept {
   const CUstream stream = open(allocating_, generation);
   if (stream == nullptr) return false;
 
-  const std::uint64_t alignment = big ? kBigAlignment : kUnit;
-  CUdeviceptr address = 0;
+  const std::uint64_t alignment = bytes > kBigRequest ? kBigAlignment : kUnit;
+  CUdeviceptr base = 0;
   CUresult result = CUDA_SUCCESS;
   {
     std::shared_lock submitting(submitting_);
-    result = driver().call(driver().cuMemAllocFromPoolAsync, &address,
-                           static_cast<std::size_t>(big ? round_up(bytes, alignment) : bytes), pool, stream);
+    result = driver().call(driver().cuMemAllocFromPoolAsync, &base, static_cast<std::size_t>(bytes + alignment - kUnit),
+                           pool, stream);
   }
   if (generation != events_.generation() || !note(result)) return false;
-  const bool aligned = address % alignment == 0;  // the driver promises less than cudaMalloc's callers rely on
-  const bool ready = aligned && make_ready(address, bytes, stream);
+  const CUdeviceptr address = round_up(base, alignment);
+  const bool fits = base % kUnit == 0;  // the driver promises less than cudaMalloc's callers rely on
+  const bool ready = fits && make_ready(address, bytes, stream);
   if (ready) {
-    *out = address;
+    *out = {address, base};
   } else if (generation == events_.generation()) {  // else reset: what the address is now is not ours
-    note(driver().call(driver().cuMemFreeAsync, address, stream));
+    note(driver().call(driver().cuMemFreeAsync, base, stream));
   }
   return ready;
 }
@@ -152,42 +124,55 @@ bool AsyncAllocator::order_after_all(CUstream stream) noexcept {
   return context_.order_after_all(stream);
 }
 
-CUresult AsyncAllocator::free(CUdeviceptr address) noexcept {
+std::optional<CUresult> AsyncAllocator::free_in_order(CUdeviceptr base) noexcept {
+  if (!context_.primary() || !context_.serves() || shared_.gate.may_be_open()) return std::nullopt;
+  RelaxedCaptureMode relaxed(driver());
+  CurrentContext current(driver(), context_.handle());
+  const std::uint64_t generation = events_.generation();
+  const CUstream stream = open(freeing_, generation);
+  if (stream == nullptr || !order_after_all(stream)) return std::nullopt;
+  if (generation != events_.generation()) return CUDA_SUCCESS;  // reset meanwhile: the block is gone
+  const CUresult result = driver().call(driver().cuMemFreeAsync, base, stream);
+  note(result);
+  return result;
+}
+
+CUresult AsyncAllocator::free(CUdeviceptr base) noexcept {
   if (context_.broken() != CUDA_SUCCESS) return context_.broken();
   RelaxedCaptureMode relaxed(driver());
   CurrentContext current(driver(), context_.handle());
   const std::uint64_t generation = events_.generation();
   CUstream stream = freeing_.load(std::memory_order_acquire);
   if (stream == nullptr) return CUDA_ERROR_INVALID_VALUE;  // a reset took the block along
-  if (shared_.options->free != FreeMode::deferred || !order_after_all(stream)) {
-    const CUresult waited = context_.wait_idle();
-    if (waited != CUDA_SUCCESS) return waited;
-    // Nothing is left to wait for, and the stream that allocations come from may have the block at once. Peers' work is
-    // not waited for, natively neither: the second stream does that.
-    const bool peers = shared_.peers.load(std::memory_order_relaxed) && order_after_all(stream);
-    const CUstream allocating = allocating_.load(std::memory_order_acquire);
-    if (!peers && allocating != nullptr) stream = allocating;
+  if (shared_.options->free == FreeMode::deferred) {
+    if (const std::optional<CUresult> answer = free_in_order(base)) return *answer;
   }
+  const CUresult waited = context_.wait_idle();
+  if (waited != CUDA_SUCCESS) return waited;
+  // Nothing is left to wait for, and the stream that allocations come from may have the block at once. Peers' work is
+  // not waited for, natively neither: the second stream does that.
+  const bool peers = shared_.peers.load(std::memory_order_relaxed) && order_after_all(stream);
+  const CUstream allocating = allocating_.load(std::memory_order_acquire);
+  if (!peers && allocating != nullptr) stream = allocating;
   if (generation != events_.generation()) return CUDA_SUCCESS;  // reset meanwhile: the block is gone
-  const CUresult result = driver().call(driver().cuMemFreeAsync, address, stream);
+  const CUresult result = driver().call(driver().cuMemFreeAsync, base, stream);
   note(result);
   return result;
 }
 
 void AsyncAllocator::admit(CUdevice device) noexcept {
-  if (device == context_.device()) return;
+  const CUmemoryPool pool = pool_.load(std::memory_order_acquire);
+  if (pool == nullptr || device == context_.device()) return;
   RelaxedCaptureMode relaxed(driver());
   CUmemAccessDesc access{};
   access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
   access.location.id = device;
   access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-  for_each_pool([&](CUmemoryPool pool) {
-    const CUresult result = driver().call(driver().cuMemPoolSetAccess, pool, &access, std::size_t{1});
-    if (result != CUDA_SUCCESS) {
-      log::warn("device {}: its pool's memory cannot be made accessible to device {} (error {})", context_.device(),
-                device, static_cast<int>(result));
-    }
-  });
+  const CUresult result = driver().call(driver().cuMemPoolSetAccess, pool, &access, std::size_t{1});
+  if (result != CUDA_SUCCESS) {
+    log::warn("device {}: its pool's memory cannot be made accessible to device {} (error {})", context_.device(),
+              device, static_cast<int>(result));
+  }
 }
 
 bool AsyncAllocator::settle(CUstream stream, std::uint64_t patience_ns) noexcept {
@@ -210,16 +195,12 @@ bool AsyncAllocator::settle(std::uint64_t patience_ns) noexcept {
   return first && second;
 }
 
-std::uint64_t AsyncAllocator::figure(CUmemoryPool pool, CUmemPool_attribute attribute) const noexcept {
+std::uint64_t AsyncAllocator::figure(CUmemPool_attribute attribute) const noexcept {
+  const CUmemoryPool pool = pool_.load(std::memory_order_acquire);
+  if (pool == nullptr) return 0;
   cuuint64_t value = 0;
   const CUresult result = driver().call(driver().cuMemPoolGetAttribute, pool, attribute, static_cast<void*>(&value));
   return result == CUDA_SUCCESS ? value : 0;
-}
-
-std::uint64_t AsyncAllocator::held() const noexcept {
-  std::uint64_t bytes = 0;
-  for_each_pool([&](CUmemoryPool pool) { bytes += figure(pool, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT); });
-  return bytes;
 }
 
 std::uint64_t AsyncAllocator::unused() noexcept {
@@ -227,17 +208,14 @@ std::uint64_t AsyncAllocator::unused() noexcept {
   RelaxedCaptureMode relaxed(driver());
   CurrentContext current(driver(), context_.handle());
   settle(0);
-  std::uint64_t bytes = 0;
-  for_each_pool([&](CUmemoryPool pool) {
-    const std::uint64_t reserved = figure(pool, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT);
-    bytes += reserved - std::min(reserved, figure(pool, CU_MEMPOOL_ATTR_USED_MEM_CURRENT));
-  });
-  return bytes;
+  const std::uint64_t reserved = held();
+  return reserved - std::min(reserved, figure(CU_MEMPOOL_ATTR_USED_MEM_CURRENT));
 }
 
 bool AsyncAllocator::trim_once() noexcept {
   const std::uint64_t before = held();
-  for_each_pool([&](CUmemoryPool pool) { driver().call(driver().cuMemPoolTrimTo, pool, std::size_t{0}); });
+  if (before == 0) return false;
+  driver().call(driver().cuMemPoolTrimTo, pool_.load(std::memory_order_acquire), std::size_t{0});
   return held() < before;
 }
 
@@ -265,7 +243,6 @@ void AsyncAllocator::discard() noexcept {
   allocating_.store(nullptr, std::memory_order_relaxed);
   freeing_.store(nullptr, std::memory_order_relaxed);
   pool_.store(nullptr, std::memory_order_relaxed);  // a reset may have set its attributes back
-  big_pool_.store(nullptr, std::memory_order_relaxed);
 }
 
 }  // namespace cushion

@@ -44,6 +44,8 @@ template <class T>
 class Relaxed {
  public:
   operator T() const noexcept { return std::atomic_ref(value_).load(std::memory_order_relaxed); }
+  // What is read after it is no older.
+  T acquire() const noexcept { return std::atomic_ref(value_).load(std::memory_order_acquire); }
   Relaxed& operator=(T value) noexcept {
     std::atomic_ref(value_).store(value, std::memory_order_relaxed);
     return *this;

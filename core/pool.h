@@ -83,9 +83,9 @@ class Pool {
     for (const Segment* s = segments_; s != nullptr; s = s->next) {
       for (const Block* b = s->first; b != nullptr; b = b->upper) {
         if (!in_use(*b) || b->api == Api::superblock) continue;
-        const LiveBlock live{b->size, b->live.requested, b->live.time, b->live.stream, b->api};
-        std::atomic_thread_fence(std::memory_order_acquire);  // what was read is as old as this second look
-        if (in_use(*b)) visit(live);
+        const LiveBlock live{b->size, b->live.requested.acquire(), b->live.time.acquire(), b->live.stream.acquire(),
+                             b->api.acquire()};
+        if (in_use(*b)) visit(live);  // still: what was read belongs together
       }
     }
   }

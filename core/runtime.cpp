@@ -78,7 +78,10 @@ bool Runtime::start(const char* const* environment, const char* program, const L
   about->options = describe(read.options);
   program_ = about;
   events_ = new std::unordered_map<CUevent, Known>;
-  foreign_ = new std::unordered_map<CUdeviceptr, ForeignBlock>;
+  {
+    std::lock_guard lock(foreign_mutex_);
+    foreign_ = new std::unordered_map<CUdeviceptr, ForeignBlock>;
+  }
   shared_.options = new Options(std::move(read.options));
 
   log::open(options().log_level, expand_path(options().log_file, about->pid, about->host, about->name));
@@ -268,21 +271,22 @@ bool Runtime::malloc_async(CUdeviceptr* out, std::size_t bytes, CUstream stream)
 bool Runtime::serve_from_driver_pool(Context& context, CUdeviceptr* out, std::size_t bytes, Api api) noexcept {
   if (native_async_[index_of(context.device())].load(std::memory_order_relaxed)) return false;
   const std::uint64_t generation = context.generation();
-  CUdeviceptr address = 0;
-  if (!context.async().allocate(bytes, &address)) return false;
+  PoolBlock served;
+  if (!context.async().allocate(bytes, &served)) return false;
   ForeignBlock block{bytes, options().track != TrackLevel::off ? ticks() : 0, context.handle(), context.device(), api};
   block.server = &context;
+  block.base = served.base;
   try {
     std::lock_guard lock(foreign_mutex_);
     if (generation != context.generation()) return false;  // reset meanwhile: the block went along
     block.serial = ++foreign_serial_;
-    add_foreign(address, block);
+    add_foreign(served.address, block);
   } catch (...) {  // no host memory to remember it by: its free would not wait
-    context.async().free(address);
+    context.async().free(served.base);
     return false;
   }
   count(shared_.counters.served[static_cast<int>(api)]);
-  *out = address;
+  *out = served.address;
   return true;
 }
 
@@ -298,7 +302,7 @@ std::optional<CUresult> Runtime::free_to_driver_pool(CUdeviceptr address, Free f
     found->second.freeing = true;
     block = found->second;
   }
-  const CUresult result = free(*block.server);
+  const CUresult result = free(*block.server, block.base);
   if (result == CUDA_SUCCESS) count(shared_.counters.frees_served);
   std::lock_guard lock(foreign_mutex_);
   const auto found = foreign_->find(address);
@@ -312,10 +316,37 @@ std::optional<CUresult> Runtime::free_to_driver_pool(CUdeviceptr address, Free f
   return result;
 }
 
+std::optional<CUresult> Runtime::free_stream_ordered(CUdeviceptr address) noexcept {
+  if (options().allocator != AllocatorKind::async) return std::nullopt;
+  const std::optional<ForeignBlock> block = forget_foreign(address);
+  if (!block) return std::nullopt;
+  Context* context = nullptr;
+  if (block->api == Api::malloc_async && !native_async_[index_of(block->device)].load(std::memory_order_relaxed))
+    context = find_context(block->context);
+  const std::optional<CUresult> result = context != nullptr ? context->async().free_in_order(address) : std::nullopt;
+  if (result == CUDA_SUCCESS) {
+    count(shared_.counters.frees_forwarded);
+  } else {
+    restore_foreign(address, *block);
+  }
+  return result;
+}
+
+bool Runtime::owns(CUdeviceptr address) noexcept {
+  if (shared_.map.find(address) != nullptr) return true;
+  std::unique_lock lock(foreign_mutex_, std::defer_lock);  // in a forked child it may be held for ever
+  if (!lock_within(lock, Patience::some) || foreign_ == nullptr) return false;
+  const auto found = foreign_->find(address);
+  return found != foreign_->end() && found->second.server != nullptr;
+}
+
 std::optional<CUresult> Runtime::free(CUdeviceptr address) noexcept {
   Segment* segment = shared_.map.find(address);
-  if (segment == nullptr)
-    return free_to_driver_pool(address, [&](Context& context) { return context.async().free(address); });
+  if (segment == nullptr) {
+    const auto answer =
+        free_to_driver_pool(address, [](Context& context, CUdeviceptr base) { return context.async().free(base); });
+    return answer ? answer : free_stream_ordered(address);
+  }
   const Context::Found found = find(*segment, address);
   return found.block == nullptr ? CUDA_ERROR_INVALID_VALUE : found.arena->context().free(found);
 }
@@ -323,8 +354,9 @@ std::optional<CUresult> Runtime::free(CUdeviceptr address) noexcept {
 std::optional<CUresult> Runtime::free_async(CUdeviceptr address, CUstream stream) noexcept {
   Segment* segment = shared_.map.find(address);
   if (segment == nullptr) {  // memory of the driver's pool has the driver's order
-    return free_to_driver_pool(
-        address, [&](Context&) { return shared_.driver.call(shared_.driver.cuMemFreeAsync, address, stream); });
+    return free_to_driver_pool(address, [&](Context&, CUdeviceptr base) {
+      return shared_.driver.call(shared_.driver.cuMemFreeAsync, base, stream);
+    });
   }
   const Context::Found found = find(*segment, address);
   if (found.block == nullptr) return CUDA_ERROR_INVALID_VALUE;

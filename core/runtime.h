@@ -31,6 +31,7 @@ struct ForeignBlock {
   std::uint32_t stream = 0;   // low half of its id; 0: host-ordered
   Context* server = nullptr;  // in whose async allocator it is; null: passed on
   std::uint64_t serial = 0;   // of a served one, whose address may be another's by the time that its free returns
+  CUdeviceptr base = 0;       // of a served one: what the driver knows it by (async.h)
   bool freeing = false;       // its free is under way; a second one is an error
 };
 
@@ -63,7 +64,8 @@ class Runtime {
   // nothing for any other pointer.
   std::optional<CUresult> free(CUdeviceptr address) noexcept;
   std::optional<CUresult> free_async(CUdeviceptr address, CUstream stream) noexcept;
-  bool owns(CUdeviceptr address) const noexcept { return shared_.map.find(address) != nullptr; }
+  // Whether the pointer lies in one of our segments or is a block of the async allocator's.
+  bool owns(CUdeviceptr address) noexcept;
 
   // ---- what went to the driver
   void forwarded(Api api) noexcept { count(shared_.counters.forwarded[static_cast<int>(api)]); }
@@ -156,6 +158,8 @@ class Runtime {
   bool serve_from_driver_pool(Context& context, CUdeviceptr* out, std::size_t bytes, Api api) noexcept;
   template <class Free>
   std::optional<CUresult> free_to_driver_pool(CUdeviceptr address, Free free) noexcept;
+  // cuMemFree of what cuMemAllocAsync gave the program, where the async allocator sees to it (async.h).
+  std::optional<CUresult> free_stream_ordered(CUdeviceptr address) noexcept;
 
   // These want foreign_mutex_.
   void add_foreign(CUdeviceptr address, const ForeignBlock& block);

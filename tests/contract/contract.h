@@ -100,7 +100,8 @@ struct Outcome {
 };
 std::ostream& operator<<(std::ostream& stream, const Outcome& outcome);
 
-// Runs the scenario in a fresh process whose environment is this one's plus NAME=value strings.
+// Runs the scenario in a fresh process whose environment is this one's with NAME=value strings set; a string without
+// `=` removes all variables whose names begin so.
 Outcome run_scenario(const std::string& name, const std::vector<std::string>& environment = {},
                      std::chrono::seconds timeout = 60s);
 int scenario_main(const std::string& name);

@@ -232,9 +232,10 @@ Outcome run_scenario(const std::string& name, const std::vector<std::string>& en
   // This process's environment; a name given again replaces it. Sanitizers must leave deadly signals alone.
   std::vector<std::string> variables;
   const auto set = [&variables](const std::string& variable) {
-    const std::string prefix = variable.substr(0, variable.find('=') + 1);
+    const std::size_t equals = variable.find('=');
+    const std::string prefix = variable.substr(0, equals == std::string::npos ? equals : equals + 1);
     std::erase_if(variables, [&](const std::string& other) { return other.starts_with(prefix); });
-    variables.push_back(variable);
+    if (equals != std::string::npos) variables.push_back(variable);
   };
   for (char** variable = environ; *variable != nullptr; ++variable) variables.emplace_back(*variable);
   for (const char* sanitizer : {"ASAN_OPTIONS", "TSAN_OPTIONS", "UBSAN_OPTIONS"}) {

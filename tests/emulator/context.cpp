@@ -38,7 +38,7 @@ ContextPtr NewContext(CUcontext handle, CUdevice device, unsigned flags) {
 }
 
 // Ends a context: its handles at once, then, when its work is done, its memory (contract §2). Memory of pools is the
-// device's (measured): it goes with the primary context only.
+// device's (measured): the default pool's goes with the primary context, and that of other pools with none.
 void EndContext(Lock& lock, const ContextPtr& context) {
   const auto belongs = [&](const auto& object) { return object.context == context; };
   for (const StreamPtr& stream : context->streams) LeaveCapture(*stream);
@@ -49,13 +49,13 @@ void EndContext(Lock& lock, const ContextPtr& context) {
   WaitFor(lock, Pending(*context));
   Device& device = DeviceAt(context->device);
   const bool primary = context->handle == device.primary;
-  const auto goes = [&](const Block& block) { return belongs(block) && (primary || block.kind != Block::Kind::kPool); };
+  const auto goes = [&](const Block& block) {
+    return belongs(block) &&
+           (block.kind != Block::Kind::kPool || (primary && block.pool->handle == device.default_pool));
+  };
   for (const BlockPtr& block : driver().blocks.Select(goes)) Release(block);
-  if (primary) {
-    ResetPools(device);
-  } else {
-    AfterSynchronize(*context);
-  }
+  AfterSynchronize(*context);
+  if (primary) ResetDefaultPool(device);
   context->streams.clear();
   context->per_thread.clear();
   context->legacy = nullptr;

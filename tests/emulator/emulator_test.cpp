@@ -840,6 +840,40 @@ TEST_F(Contexts, ResetTakesEverythingAndBeginsAnew) {
   EXPECT_EQ(child.status, 0) << child.output;
 }
 
+TEST_F(Contexts, AResetEmptiesTheDefaultPoolAndNoOther) {
+  const auto body = [] {
+    Gpu gpu;
+    const Driver& cu = driver();
+    CUmemPoolProps properties{};
+    properties.allocType = CU_MEM_ALLOCATION_TYPE_PINNED;
+    properties.location = {CU_MEM_LOCATION_TYPE_DEVICE, gpu.device};
+    CUmemoryPool pool = nullptr, own = nullptr;
+    CHECK_CU(0, cu.DeviceGetDefaultMemPool(&pool, gpu.device));
+    CHECK_CU(0, cu.MemPoolCreate(&own, &properties));
+    cuuint64_t keep = UINT64_MAX;
+    for (const CUmemoryPool each : {pool, own})
+      CHECK_CU(0, cu.MemPoolSetAttribute(each, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, &keep));
+    std::size_t free = 0, reset = 0, total = 0;
+    CHECK_CU(0, cu.MemGetInfo(&free, &total));
+    for (const CUmemoryPool each : {pool, own}) {
+      CUdeviceptr left = 0, cached = 0;
+      CHECK_CU(0, cu.MemAllocFromPoolAsync(&left, 64 << 20, each, nullptr));
+      CHECK_CU(0, cu.MemAllocFromPoolAsync(&cached, 64 << 20, each, nullptr));
+      CHECK_CU(0, cu.MemFreeAsync(cached, nullptr));
+    }
+    CHECK_CU(0, cu.DevicePrimaryCtxReset(gpu.device));
+    CUcontext again = nullptr;
+    CHECK_CU(0, cu.DevicePrimaryCtxRetain(&again, gpu.device));
+    CHECK_CU(0, cu.CtxSetCurrent(again));
+    CHECK_CU(0, cu.MemGetInfo(&reset, &total));
+    EXPECT_LE(reset, free - (128 << 20)) << "the program's own pool keeps all of it";
+    EXPECT_GT(reset, free - (192 << 20));
+    return 0;
+  };
+  const ChildResult child = RunChild("reset of pools", body);
+  EXPECT_EQ(child.status, 0) << child.output;
+}
+
 TEST_F(Contexts, DestroyedContextGivesItsMemoryBack) {
   const Driver& cu = driver();
   CUcontext second = nullptr;

@@ -214,15 +214,11 @@ void AfterSynchronize(CUdevice device) {
   std::erase_if(all_pools(), [](const auto& pool) { return !pool->alive && pool->reserved == 0; });
 }
 
-void ResetPools(Device& device) {
-  for (const auto& pool : all_pools()) {
-    if (pool->device != device.ordinal) continue;
-    pool->alive = pool->handle == device.default_pool;
-    pool->NoticeAll();
-    pool->Trim(0);
-  }
+void ResetDefaultPool(Device& device) {
+  const std::shared_ptr<Pool> pool = PoolOf(device.default_pool);
+  pool->NoticeAll();
+  pool->Trim(0);
   device.current_pool = device.default_pool;
-  driver().pools.TakeIf([](const Pool& pool) { return !pool.alive; });
 }
 
 CUresult MemAllocAsync(CUdeviceptr* out, size_t bytes, CUstream stream) {

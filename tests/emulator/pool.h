@@ -11,7 +11,8 @@
 // noticed, and the pool's space. At a synchronisation the pool gives the device the free chunks that exceed its
 // threshold.
 //
-// Memory of a pool is its device's: it outlives the context it was allocated in, unless that is the primary one.
+// Memory of a pool is its device's: it outlives the context it was allocated in. Only the default pool's ends
+// with the primary one (measured).
 #pragma once
 
 #include <list>
@@ -68,7 +69,7 @@ void AfterSynchronize(const Stream& stream);
 void AfterSynchronize(const Context& context);
 void AfterSynchronize(CUdevice device);
 
-// The device's primary context ended, and its work: pools that the program made are gone.
-void ResetPools(Device& device);
+// The device's primary context ended, and its work.
+void ResetDefaultPool(Device& device);
 
 }  // namespace emu

@@ -7,7 +7,6 @@
 #include <chrono>
 #include <cstdlib>
 #include <future>
-#include <set>
 #include <thread>
 #include <vector>
 
@@ -55,14 +54,15 @@ class AsyncTest : public harness::GpuTest {
   // 0 where the allocation is the driver's.
   CUdeviceptr Malloc(std::size_t bytes) {
     CUdeviceptr p = 0;
-    if (!runtime_->malloc(&p, bytes, Api::malloc)) return 0;
-    pools_.insert(PoolOf(p));
-    return p;
+    return runtime_->malloc(&p, bytes, Api::malloc) ? p : 0;
   }
-  static CUmemoryPool PoolOf(CUdeviceptr p) {
-    CUmemoryPool from = nullptr;
-    CHECK_CU(0, driver().PointerGetAttribute(&from, CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE, p));
-    return from;
+  // As the hook does where core leaves it to the driver.
+  CUdeviceptr MallocAsync(std::size_t bytes, CUstream stream) {
+    CUdeviceptr p = 0;
+    EXPECT_FALSE(runtime_->malloc_async(&p, bytes, stream));
+    CHECK_CU(0, driver().MemAllocAsync(&p, bytes, stream));
+    runtime_->forwarded_block(Api::malloc_async, p, bytes, stream, true);
+    return p;
   }
   // What the hook answers: the runtime, else the driver.
   CUresult Free(CUdeviceptr p) {
@@ -79,21 +79,17 @@ class AsyncTest : public harness::GpuTest {
     return blocks;
   }
 
-  static cuuint64_t Figure(CUmemoryPool of, CUmemPool_attribute attribute) {
+  cuuint64_t Figure(CUmemPool_attribute attribute) {
     cuuint64_t value = 0;
-    CHECK_CU(0, driver().MemPoolGetAttribute(of, attribute, &value));
+    CHECK_CU(0, driver().MemPoolGetAttribute(pool, attribute, &value));
     return value;
   }
-  // Of every pool that served; a pool knows what is free once the allocator has told it.
-  cuuint64_t Sum(CUmemPool_attribute attribute) {
-    runtime_->unused_in_current();
-    cuuint64_t sum = 0;
-    for (const CUmemoryPool each : pools_) sum += Figure(each, attribute);
-    return sum;
+  cuuint64_t used() {
+    runtime_->unused_in_current();  // the pool knows what is free once the allocator has told it
+    return Figure(CU_MEMPOOL_ATTR_USED_MEM_CURRENT);
   }
-  cuuint64_t used() { return Sum(CU_MEMPOOL_ATTR_USED_MEM_CURRENT); }
-  cuuint64_t reserved() { return Sum(CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT); }
-  cuuint64_t threshold() { return Figure(pool, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD); }
+  cuuint64_t reserved() { return Figure(CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT); }
+  cuuint64_t threshold() { return Figure(CU_MEMPOOL_ATTR_RELEASE_THRESHOLD); }
   void SetThreshold(cuuint64_t bytes) {
     CHECK_CU(0, driver().MemPoolSetAttribute(pool, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, &bytes));
   }
@@ -103,8 +99,10 @@ class AsyncTest : public harness::GpuTest {
 
  private:
   Runtime* runtime_ = nullptr;
-  std::set<CUmemoryPool> pools_;
 };
+
+// Room for the alignment of a request above 1 MiB.
+constexpr std::uint64_t kRoom = kBigAlignment - kUnit;
 
 // ---- which bytes -------------------------------------------------------------------------------------------------
 
@@ -126,14 +124,17 @@ TEST_F(AsyncTest, ABlockIsEveryStreams) {
   }
 }
 
-TEST_F(AsyncTest, BigBlocksComeFromAPoolOfTheirOwn) {
-  Start();
-  EXPECT_EQ(PoolOf(Malloc(1)), pool);
-  EXPECT_EQ(PoolOf(Malloc(kMiB)), pool);
-  const CUmemoryPool other = PoolOf(Malloc(kMiB + 1));
-  EXPECT_NE(other, nullptr);
-  EXPECT_NE(other, pool);
-  EXPECT_EQ(PoolOf(Malloc(3 * kMiB)), other);
+TEST_F(AsyncTest, BlocksAreTheDefaultPools) {
+  Runtime& runtime = Start();
+  for (const std::size_t bytes : {std::size_t{1}, kMiB, kMiB + 1, 3 * kMiB}) {
+    const CUdeviceptr p = Malloc(bytes);
+    CUmemoryPool from = nullptr;
+    CHECK_CU(0, driver().PointerGetAttribute(&from, CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE, p));
+    EXPECT_EQ(from, pool) << bytes;
+    EXPECT_TRUE(runtime.owns(p)) << bytes;
+    CHECK_CU(0, Free(p));
+    EXPECT_FALSE(runtime.owns(p)) << bytes;
+  }
 }
 
 // The program may forbid the pool what it does by itself; memory must not pile up for that.
@@ -162,18 +163,19 @@ TEST_F(AsyncTest, BlocksAreAligned) {
 
 TEST_F(AsyncTest, ABlockTheDriverAlignsTooLittleGoesBack) {
   Start();
-  static PFN_cuMemAllocFromPoolAsync_v11020 real;
-  static CUmemoryPool used_pool;
-  real = table().cuMemAllocFromPoolAsync;
-  table().cuMemAllocFromPoolAsync = [](CUdeviceptr* out, std::size_t, CUmemoryPool from, CUstream stream) {
-    used_pool = from;
-    EXPECT_EQ(CUDA_SUCCESS, real(out, 512, from, stream));
-    return real(out, 512, from, stream);  // the second of a page
+  static decltype(Driver::cuMemAllocFromPoolAsync) real_allocate;
+  static decltype(Driver::cuMemFreeAsync) real_free;
+  real_allocate = table().cuMemAllocFromPoolAsync;
+  real_free = table().cuMemFreeAsync;
+  table().cuMemAllocFromPoolAsync = [](CUdeviceptr* out, std::size_t bytes, CUmemoryPool from, CUstream stream) {
+    const CUresult result = real_allocate(out, bytes, from, stream);
+    *out += kUnit / 2;
+    return result;
   };
+  table().cuMemFreeAsync = [](CUdeviceptr p, CUstream stream) { return real_free(p - kUnit / 2, stream); };
+  EXPECT_EQ(Malloc(1'000), 0u);
   EXPECT_EQ(Malloc(kMiB + 1), 0u);
-  CHECK_CU(0, driver().CtxSynchronize());
-  EXPECT_EQ(Figure(used_pool, CU_MEMPOOL_ATTR_USED_MEM_CURRENT), 512u)
-      << "of the two that the test's driver took, the one handed over went back";
+  EXPECT_EQ(used(), 0u);
   EXPECT_EQ(live(), 0u);
 }
 
@@ -211,11 +213,8 @@ TEST_F(AsyncTest, TheThresholdIsRaisedFromItsDefaultAndMemoryStays) {
   EXPECT_EQ(threshold(), 0u) << "nothing is touched before the first allocation";
   CHECK_CU(0, Free(Malloc(kMiB)));
   EXPECT_EQ(threshold(), UINT64_MAX);
-  const CUdeviceptr big = Malloc(3 * kMiB);
-  EXPECT_EQ(Figure(PoolOf(big), CU_MEMPOOL_ATTR_RELEASE_THRESHOLD), UINT64_MAX);
-  CHECK_CU(0, Free(big));
   CHECK_CU(0, driver().CtxSynchronize());
-  EXPECT_GE(reserved(), 4 * kMiB);
+  EXPECT_GE(reserved(), kMiB);
 }
 
 TEST_F(AsyncTest, AnAsyncAllocationRaisesItTooAndIsTheDrivers) {
@@ -231,7 +230,6 @@ TEST_F(AsyncTest, TheThresholdIsTheOptions) {
   Start({"CUSHION_RELEASE_THRESHOLD=8MiB"});
   ASSERT_NE(Malloc(kMiB), 0u);
   EXPECT_EQ(threshold(), 8 * kMiB);
-  EXPECT_EQ(Figure(PoolOf(Malloc(3 * kMiB)), CU_MEMPOOL_ATTR_RELEASE_THRESHOLD), 8 * kMiB);
 }
 
 TEST_F(AsyncTest, TheProgramsOwnThresholdStays) {
@@ -345,7 +343,7 @@ TEST_P(AsyncOnAFullDevice, WhereTheDriverWaitsForAnotherStreamTheHostDoesNotForL
   EXPECT_TRUE(s.Busy());
   gate.Open();
   CHECK_CU(0, driver().CtxSynchronize());
-  EXPECT_EQ(used(), 2 * kMiB + 1) << "what came too late went back";
+  EXPECT_EQ(used(), 2 * kMiB + kRoom + 1) << "what came too late went back";
 }
 
 // ---- frees -------------------------------------------------------------------------------------------------------
@@ -363,6 +361,85 @@ TEST_F(AsyncTest, FreeAsyncIsTheDriversInItsOrder) {
   EXPECT_NE(q, p);
   EXPECT_NE(q, 0u);
   EXPECT_TRUE(s.Busy());
+}
+
+// A small block first: the big one's base then lies off the boundary that is handed out.
+TEST_F(AsyncTest, ABigBlockIsFreedWhole) {
+  Start();
+  TestStream s;
+  ASSERT_NE(Malloc(1), 0u);
+  const cuuint64_t before = used();
+  const CUdeviceptr p = Malloc(3 * kMiB);
+  CUdeviceptr base = 0;
+  std::size_t size = 0;
+  CHECK_CU(0, driver().MemGetAddressRange(&base, &size, p));
+  EXPECT_NE(base, p);
+  EXPECT_LE(p + 3 * kMiB, base + size);
+  EXPECT_EQ(used(), before + 3 * kMiB + kRoom);
+  const auto real_free = table().cuMemFreeAsync;
+  table().cuMemFreeAsync = [](CUdeviceptr, CUstream) { return CUDA_ERROR_UNKNOWN; };
+  CHECK_CU(999, Free(p));
+  CHECK_CU(999, FreeAsync(p, s));
+  table().cuMemFreeAsync = real_free;
+  CHECK_CU(0, Free(p));
+  EXPECT_EQ(used(), before);
+  EXPECT_EQ(Malloc(3 * kMiB), p);
+  CHECK_CU(0, FreeAsync(p, s));
+  s.Finish();
+  EXPECT_EQ(used(), before);
+  EXPECT_EQ(live(), 1u);
+}
+
+// The driver's own cuMemFree of such memory would leave it counted as used.
+TEST_F(AsyncTest, AFreeOfAsyncMemoryWaitsForNobodyAndIsKnown) {
+  Runtime& runtime = Start();
+  TestStream s, t;
+  Gate gate;
+  const CUdeviceptr p = MallocAsync(8 * kMiB, s);
+  gate.Hold(s);
+  CHECK_CU(0, Free(p));
+  EXPECT_TRUE(s.Busy());
+  EXPECT_EQ(live(), 0u);
+  EXPECT_EQ(counters().frees_forwarded, 1u);
+  EXPECT_EQ(shared().forwarded[0].current(), 0u);
+  EXPECT_EQ(used(), 8 * kMiB) << "it may be in use";
+  EXPECT_NE(MallocAsync(8 * kMiB, t), p);
+  CHECK_CU(1, Free(p));
+  gate.Open();
+  CHECK_CU(0, driver().CtxSynchronize());
+  EXPECT_EQ(used(), 8 * kMiB) << "the second block";
+  EXPECT_EQ(runtime.unused_in_current(), reserved() - 8 * kMiB);
+}
+
+TEST_F(AsyncTest, AFreeOfAsyncMemoryThatFailsLeavesItLive) {
+  Start();
+  const TestStream s;
+  const CUdeviceptr p = MallocAsync(kMiB, s);
+  const auto real_free = table().cuMemFreeAsync;
+  table().cuMemFreeAsync = [](CUdeviceptr, CUstream) { return CUDA_ERROR_UNKNOWN; };
+  CHECK_CU(999, Free(p));
+  table().cuMemFreeAsync = real_free;
+  EXPECT_EQ(live(), 1u);
+  CHECK_CU(0, Free(p));
+  EXPECT_EQ(live(), 0u);
+}
+
+// Where it could not be ordered without a wait, or the program manages the device's pools, the free is the driver's.
+TEST_F(AsyncTest, AFreeOfAsyncMemoryIsTheDriversWithoutAFence) {
+  Runtime& runtime = Start();
+  const TestStream s;
+  const CUdeviceptr p = MallocAsync(kMiB, s);
+  const auto real_record = table().cuCtxRecordEvent;
+  table().cuCtxRecordEvent = nullptr;
+  EXPECT_FALSE(runtime.free(p).has_value());
+  table().cuCtxRecordEvent = real_record;
+  shared().gate.begin();
+  EXPECT_FALSE(runtime.free(p).has_value());
+  shared().gate.begun(nullptr, nullptr, 0, false);
+  runtime.pool_changed(0);
+  EXPECT_FALSE(runtime.free(p).has_value());
+  EXPECT_EQ(live(), 1u);
+  CHECK_CU(0, driver().MemFree(p));
 }
 
 TEST_F(AsyncTest, WrongPointersAreInvalid) {
@@ -490,12 +567,11 @@ TEST_F(AsyncTest, PeersReachWhatWasServedBefore) {
     EXPECT_EQ(Malloc(1'000), 0u) << "the driver's own memory is in reach";
     // A free waits for its own context on the host, and for the peer's before the memory is used again.
     CHECK_CU(0, harness::LaunchHold(stream, 50 * kMillisecond));
-    const CUmemoryPool from = PoolOf(p);
     CHECK_CU(0, Free(p));
     CHECK_CU(CUDA_ERROR_NOT_READY, driver().StreamQuery(stream));
     const TestStream s;
     CUdeviceptr q = 0;
-    CHECK_CU(0, driver().MemAllocFromPoolAsync(&q, 3 * kMiB, from, s));
+    CHECK_CU(0, driver().MemAllocAsync(&q, 3 * kMiB, s));
     EXPECT_NE(q, p);
     CHECK_CU(0, stream.Synchronize());
     return HasFailure() ? 1 : 0;
@@ -522,9 +598,10 @@ TEST_F(AsyncTest, AResetTakesBlocksAndStreamsAlong) {
   CUcontext again = nullptr;
   SetThreshold(0);
   REQUIRE_CU(0, driver().DevicePrimaryCtxRetain(&again, 0));
+  EXPECT_EQ(reserved(), 0u) << "it was the pool's that a reset empties";
   for (const std::size_t bytes : {std::size_t{1'000}, 3 * kMiB}) {
     const CUdeviceptr q = Malloc(bytes);
-    EXPECT_NE(q, 0u) << "from the pools of the new context";
+    EXPECT_NE(q, 0u);
     CHECK_CU(0, Free(q));
   }
   EXPECT_EQ(threshold(), UINT64_MAX);
@@ -613,7 +690,7 @@ TEST_F(AsyncTest, AResetDuringAFreeFreesNothing) {
 
 TEST_F(AsyncTest, WhatThePoolDoesNotUseIsFreeMemoryAndGoesBack) {
   Runtime& runtime = Start();
-  const CUdeviceptr kept = Malloc(4 * kMiB);
+  const CUdeviceptr kept = Malloc(4 * kMiB - kRoom);  // with room for the alignment, whole chunks of the pool
   CHECK_CU(0, Free(Malloc(64 * kMiB)));
   EXPECT_EQ(runtime.unused_in_current(), reserved() - used());
   EXPECT_GE(runtime.unused_in_current(), 64 * kMiB);
@@ -636,7 +713,7 @@ TEST_F(AsyncTest, ReadingHowMuchIsFreeWaitsForNobody) {
   EXPECT_TRUE(s.Busy());
   gate.Open();
   CHECK_CU(0, driver().CtxSynchronize());
-  EXPECT_EQ(runtime.unused_in_current(), before + 64 * kMiB);
+  EXPECT_EQ(runtime.unused_in_current(), before + 64 * kMiB + kRoom);
 }
 
 TEST_F(AsyncTest, ReliefWaitsForWhatIsStillInUseWithinBounds) {
@@ -722,10 +799,10 @@ std::vector<AsyncFault> AsyncFaults() {
   std::vector<AsyncFault> faults;
   for (const auto& [function, before] :
        {Calls{"cuDeviceGetDefaultMemPool", 1}, Calls{"cuMemPoolGetAttribute", 0}, Calls{"cuMemPoolSetAttribute", 1},
-        Calls{"cuMemPoolCreate", 0}, Calls{"cuStreamSynchronize", 0}, Calls{"cuStreamCreate", 0},
-        Calls{"cuMemAllocFromPoolAsync", 0}, Calls{"cuStreamQuery", 0}, Calls{"cuEventCreate", 0},
-        Calls{"cuCtxRecordEvent", 0}, Calls{"cuStreamWaitEvent", 0}, Calls{"cuEventSynchronize", 0},
-        Calls{"cuMemFreeAsync", 0}, Calls{"cuMemPoolTrimTo", 1}}) {
+        Calls{"cuStreamSynchronize", 0}, Calls{"cuStreamCreate", 0}, Calls{"cuMemAllocFromPoolAsync", 0},
+        Calls{"cuStreamQuery", 0}, Calls{"cuEventCreate", 0}, Calls{"cuCtxRecordEvent", 0},
+        Calls{"cuStreamWaitEvent", 0}, Calls{"cuEventSynchronize", 0}, Calls{"cuMemFreeAsync", 0},
+        Calls{"cuMemPoolTrimTo", 1}}) {
     for (int call = before + 1; call <= before + 3; ++call) {
       for (const char* free : {"sync", "deferred"}) faults.push_back({function, call, free});
     }
