@@ -1,7 +1,8 @@
 // Async allocator (CUSHION_ALLOCATOR=async): cudaMalloc served from the device's default stream-ordered pool, whose
 // release threshold is raised so that freed memory stays there. cudaMallocAsync goes to the driver as natively, to the
 // same pool unless the program has chosen another. No pool of our own: a reset of the device does not give back what
-// such a pool holds (measured). One object a context.
+// such a pool holds. Of the default pool it gives back what is cached, but what is live stays allocated until the
+// process ends (both measured). One object a context.
 //
 // A pool aligns blocks to 512 bytes only (measured), and requests above kBigRequest want kBigAlignment: they are asked
 // for with room for it, and the first boundary inside is handed out. What the driver frees, and what it answers as

@@ -409,7 +409,11 @@ SCENARIO(primary_context_reset_frees_its_memory) {
   }
 }
 
-TEST_F(Values, PrimaryContextResetFreesItsMemory) { EXPECT_SCENARIO("primary_context_reset_frees_its_memory"); }
+TEST_F(Values, PrimaryContextResetFreesItsMemory) {
+  if (under_cushion() && !pooled() && !Driver::Emulated())
+    GTEST_SKIP() << "what is live in the driver's pool outlives the reset (measured on an H200)";
+  EXPECT_SCENARIO("primary_context_reset_frees_its_memory");
+}
 TEST_F(Values, PrimaryContextReset) { EXPECT_SCENARIO("primary_context_reset"); }
 TEST_F(Values, PrimaryContextLastRelease) { EXPECT_SCENARIO("primary_context_last_release"); }
 
