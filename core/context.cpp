@@ -721,10 +721,11 @@ void Context::give_cached(Block* stack, LaneRef by) noexcept {
 }
 
 bool Context::drain(Lane& lane) noexcept {
+  unsigned at = 0;
   for (bool any = false;; any = true) {
     lane.enter();
     const LaneRef by{&lane, lane.serial()};
-    Block* stack = lane.magazine.drain();
+    Block* stack = lane.magazine.drain(at);
     lane.leave();
     if (stack == nullptr) return any;
     give_cached(stack, by);
@@ -1147,7 +1148,7 @@ void Context::discard() {
   const auto end = [&](Lane& lane) {
     lane.enter();
     lane.end();
-    while (lane.magazine.drain() != nullptr) {
+    for (unsigned at = 0; lane.magazine.drain(at) != nullptr;) {
     }
     lane.leave();
     lane.queries = 0;

@@ -76,18 +76,17 @@ class Magazine {
   }
 
   bool empty() const noexcept { return bytes_ == 0; }
-  // Takes out one stack, linked by next_of(); null once nothing is left. What is emptied must be wanted again.
-  Block* drain() noexcept {
-    if (bytes_ == 0) return nullptr;
-    for (unsigned i = 0; i < kSlots; ++i) {
-      slots_[i].wanted = false;
-      for (Stack* stack : {&slots_[i].ready, &slots_[i].fresh}) {
-        Block* top = stack->top;
-        if (top == nullptr) continue;
-        bytes_ -= stack->bytes;
-        *stack = {};
-        return top;
-      }
+  // Takes out one stack, linked by next_of(); null once every class was visited. `at`, 0 at first, is where it goes on:
+  // a class is visited once, so that this ends though the lane's owner frees on. What was emptied must be wanted again.
+  Block* drain(unsigned& at) noexcept {
+    for (; bytes_ != 0 && at < 2 * kSlots; ++at) {
+      Slot& slot = slots_[at / 2];
+      slot.wanted = false;
+      const Stack stack = std::exchange(at % 2 == 0 ? slot.ready : slot.fresh, {});
+      if (stack.top == nullptr) continue;
+      ++at;
+      bytes_ -= stack.bytes;
+      return stack.top;
     }
     return nullptr;
   }

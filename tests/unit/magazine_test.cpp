@@ -137,7 +137,8 @@ TEST_F(MagazineTest, DrainTakesOutEverythingWithItsStampAndNothingIsWantedAfterw
     }
   }
   std::vector<std::pair<Block*, std::uint64_t>> out;
-  while (Block* stack = magazine.drain()) {
+  unsigned at = 0;
+  while (Block* stack = magazine.drain(at)) {
     for (; stack != nullptr; stack = Magazine::next_of(*stack)) out.emplace_back(stack, Magazine::stamp_of(*stack));
   }
   std::sort(inside.begin(), inside.end());
@@ -145,6 +146,18 @@ TEST_F(MagazineTest, DrainTakesOutEverythingWithItsStampAndNothingIsWantedAfterw
   EXPECT_EQ(out, inside);
   EXPECT_TRUE(magazine.empty());
   EXPECT_EQ(give(block(512)), Magazine::Given::unwanted);
+}
+
+TEST_F(MagazineTest, DrainEndsThoughTheOwnerGoesOn) {
+  want(512);
+  ASSERT_EQ(give(block(512)), Magazine::Given::kept);
+  unsigned at = 0;
+  int stacks = 0;
+  for (; magazine.drain(at) != nullptr && stacks < 10; ++stacks) {
+    want(512);
+    ASSERT_EQ(give(block(512), 7), Magazine::Given::kept);
+  }
+  EXPECT_LE(stacks, 2);  // what was clean, and what was not
 }
 
 }  // namespace
