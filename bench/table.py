@@ -66,7 +66,7 @@ def show_time(ns):
 
 
 def show_ratio(ratio):
-    return "–" if ratio is None else f"{ratio:.{0 if ratio >= 9.95 else 1 if ratio >= 0.995 else 2}f}×"
+    return "–" if ratio is None else f"{ratio:.{0 if ratio >= 9.95 else 2}f}×"
 
 
 def show_fine(ratio):
@@ -191,6 +191,8 @@ def settings_table(results, summary):
     used = {a for row in results.rows for a in row["ns"]}
     lines = [[allocator["title"], allocator["settings"]] for name, allocator in summary["allocators"].items()
              if name in used and allocator["settings"]]
+    lines += [[f"{program}, every Cushion", ", ".join(f"{key}={value}" for key, value in settings.items())]
+              for program, settings in summary["settings"].items()]
     lines += [[f"random table, column of {column} MiB", results.titles[name]]
               for column, name in results.columns.items()]
     return grid(["column", "settings"], lines)

@@ -7,12 +7,19 @@
 # Installs nothing and asks no network. RMM is measured too if build/rmm is there (tools/rmm.sh). A step that fails does
 # not stop the next; the exit status is then 1.
 set -uo pipefail
-[ $# -ge 1 ] || { sed -n '2,8s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+[ $# -ge 1 ] && [ "${1#-}" = "$1" ] || { sed -n '2,8s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 mkdir -p "$1" && out=$(cd "$1" && pwd) || exit 2
 shift
 scale=--goals
 [ "${1:-}" != --full ] || { scale=; shift; }
 steps=" ${*:-build contract tests bench} "
+for name in $steps; do
+  case $name in build | contract | tests | bench) ;; *)
+    echo "gpu.sh: $name is no step: build, contract, tests, bench" >&2
+    exit 2
+    ;;
+  esac
+done
 cd "$(dirname "$0")/.." || exit 2
 build=build/release
 commit=${CUSHION_COMMIT:-$(git rev-parse HEAD 2>/dev/null)}

@@ -4,6 +4,12 @@
 # a machine without network.
 set -euo pipefail
 dir=${1:-$(dirname "$0")/../build/rmm}
+usage() { sed -n '2,4s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+[ $# -le 1 ] && [ "${dir#-}" = "$dir" ] || usage
+if [ -e "$dir" ] && [ ! -d "$dir/include/rmm" ]; then
+  echo "rmm.sh: $dir is there and holds no RMM: it is left alone" >&2
+  exit 2
+fi
 wheels=$(mktemp -d)
 trap 'rm -rf "$wheels"' EXIT
 # The benchmarks are written for this version's resources; RMM's interface changes between releases.
