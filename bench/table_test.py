@@ -36,7 +36,7 @@ class Goals(unittest.TestCase):
                              random_row("1000/4", native=100, rmm_pool=300, pool=1, pool_large=200))
         worst = "random table by stream, best peer ÷ Cushion, the worst of 2 cells"
         self.assertEqual(judged[worst], ("0.50×", False))
-        self.assertEqual(judged["the same, geometric mean of 2 cells"], ("2.0×", False))
+        self.assertEqual(judged["the same, geometric mean of 2 cells"], ("2.00×", False))
 
     def test_native_alone_is_no_peer(self):
         self.assertEqual(self.judged(random_row("1000/1", native=100, pool_large=10)), {})
@@ -45,20 +45,20 @@ class Goals(unittest.TestCase):
         judged = self.judged(random_row("100000/1", rmm_pool_track=1, rmm_pool=1000, rmm_binning=9, pool_large=2))
         self.assertEqual(judged["`BM_RandomAllocations/100000/1` by stream, RMM's pool ÷ Cushion's"], ("500×", True))
         self.assertEqual(judged["`BM_RandomAllocations/100000/1` by stream, RMM's best ÷ Cushion's pool"],
-                         ("4.5×", True))
+                         ("4.50×", True))
 
     def test_the_hardest_cell_is_judged_with_its_columns_setting_and_reported_with_the_default(self):
         judged = self.judged(random_row("100000/1", rmm_pool=1000, rmm_binning=10, pool_large=2, pool=5))
         measure = "`BM_RandomAllocations/100000/1` by stream, RMM's {}"
         for what, column, default in (("pool ÷ Cushion's", ("500×", True), ("200×", None)),
-                                      ("best ÷ Cushion's pool", ("5.0×", True), ("2.0×", None))):
+                                      ("best ÷ Cushion's pool", ("5.00×", True), ("2.00×", None))):
             self.assertEqual(judged[measure.format(what)], column)
             self.assertEqual(judged[measure.format(what) + ", default settings"], default)
 
     def test_threads_are_judged_and_the_null_hooks_reported_beside_them(self):
         rows = [{"program": "threads", "api": "both", "benchmark": f"BM_ThreadsAsync/65536/threads:{count}", "ns": ns}
                 for count, ns in ((1, {"pool": 90, "null": 56}), (16, {"pool": 10, "null": 4}))]
-        self.assertEqual(list(self.judged(*rows).values()), [("9.0×", False), ("14×", None)])
+        self.assertEqual(list(self.judged(*rows).values()), [("9.00×", False), ("14×", None)])
 
     def test_tracking_is_reported_at_its_worst_and_judged_on_its_mean(self):
         judged = self.judged(random_row("1000/1", pool=100, pool_track=100),
