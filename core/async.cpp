@@ -1,6 +1,7 @@
 #include "core/async.h"
 
 #include <algorithm>
+#include <chrono>
 #include <thread>
 
 #include "core/context.h"
@@ -108,12 +109,19 @@ bool AsyncAllocator::completes(CUstream stream, std::uint64_t patience_ns) noexc
   // Other threads go on allocating on it: an event says when this allocation is through.
   FenceEvent event{&events_, events_.generation(), events_.take(driver(), context_.handle())};
   if (event.event == nullptr) return false;
-  const std::uint64_t deadline = monotonic_ns() + patience_ns;
+  constexpr std::uint64_t kShort = 20'000;  // ns: so long a wait is not worth a sleep
+  const std::uint64_t begin = monotonic_ns();
+  const std::uint64_t start = ticks();
   result = driver().call(driver().cuEventRecord, event.event, stream);
   while (result == CUDA_SUCCESS && (result = event.query(driver())) == CUDA_ERROR_NOT_READY) {
-    if (monotonic_ns() > deadline) break;
-    std::this_thread::yield();
+    const std::uint64_t waited = monotonic_ns() - begin;
+    if (waited > patience_ns) break;
+    waited < kShort ? std::this_thread::yield() : std::this_thread::sleep_for(std::chrono::microseconds(10));
     result = CUDA_SUCCESS;
+  }
+  if (const std::uint64_t taken = ticks() - start; taken > shared_.noticeable_wait) {
+    count(shared_.counters.memory_waits);
+    count(shared_.counters.wait_ticks, taken);
   }
   event.release();
   return note(result);
