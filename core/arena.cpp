@@ -3,12 +3,6 @@
 #include <algorithm>
 
 namespace cushion {
-namespace {
-
-constexpr std::uint64_t kAnyStamp = ~std::uint64_t{0};
-
-}  // namespace
-
 Arena::Arena(AddressMap& map, Context& context, int index) : pool(map, this), context_(context), index_(index) {
   clean = pool.make_heap(Order::clean);
   pending = pool.make_heap(Order::pending);

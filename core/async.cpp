@@ -119,10 +119,7 @@ bool AsyncAllocator::completes(CUstream stream, std::uint64_t patience_ns) noexc
     waited < kShort ? std::this_thread::yield() : std::this_thread::sleep_for(std::chrono::microseconds(10));
     result = CUDA_SUCCESS;
   }
-  if (const std::uint64_t taken = ticks() - start; taken > shared_.noticeable_wait) {
-    count(shared_.counters.memory_waits);
-    count(shared_.counters.wait_ticks, taken);
-  }
+  shared_.count_wait(shared_.counters.memory_waits, ticks() - start);
   event.release();
   return note(result);
 }
@@ -139,6 +136,10 @@ std::optional<CUresult> AsyncAllocator::free_in_order(CUdeviceptr base) noexcept
   const std::uint64_t generation = events_.generation();
   const CUstream stream = open(freeing_, generation);
   if (stream == nullptr || !order_after_all(stream)) return std::nullopt;
+  return free_on(stream, base, generation);
+}
+
+CUresult AsyncAllocator::free_on(CUstream stream, CUdeviceptr base, std::uint64_t generation) noexcept {
   if (generation != events_.generation()) return CUDA_SUCCESS;  // reset meanwhile: the block is gone
   const CUresult result = driver().call(driver().cuMemFreeAsync, base, stream);
   note(result);
@@ -162,10 +163,7 @@ CUresult AsyncAllocator::free(CUdeviceptr base) noexcept {
   const bool peers = shared_.peers.load(std::memory_order_relaxed) && order_after_all(stream);
   const CUstream allocating = allocating_.load(std::memory_order_acquire);
   if (!peers && allocating != nullptr) stream = allocating;
-  if (generation != events_.generation()) return CUDA_SUCCESS;  // reset meanwhile: the block is gone
-  const CUresult result = driver().call(driver().cuMemFreeAsync, base, stream);
-  note(result);
-  return result;
+  return free_on(stream, base, generation);
 }
 
 void AsyncAllocator::admit(CUdevice device) noexcept {
@@ -237,11 +235,7 @@ bool AsyncAllocator::trim(std::uint64_t patience_ns) noexcept {
   // What is left may have been freed and be in use still. Which of it that is no figure tells.
   const std::uint64_t start = ticks();
   const bool idle = context_.becomes_idle(patience_ns);
-  const std::uint64_t taken = ticks() - start;
-  if (taken > shared_.noticeable_wait) {
-    count(shared_.counters.memory_waits);
-    count(shared_.counters.wait_ticks, taken);
-  }
+  shared_.count_wait(shared_.counters.memory_waits, ticks() - start);
   return (idle && settle(kMoment) && trim_once()) || released;
 }
 

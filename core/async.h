@@ -93,6 +93,7 @@ class AsyncAllocator {
   bool make_ready(CUdeviceptr address, std::uint64_t bytes, CUstream stream) noexcept;
   bool completes(CUstream stream, std::uint64_t patience_ns) noexcept;
   bool order_after_all(CUstream stream) noexcept;
+  CUresult free_on(CUstream stream, CUdeviceptr base, std::uint64_t generation) noexcept;
 
   // Synchronises with our streams, and so tells the pool what is free. Waits for the first one as long as an idle
   // device takes, and for the second, which carries the deferred frees, at most `patience_ns`. Whether both were

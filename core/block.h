@@ -19,6 +19,9 @@ inline constexpr std::uint64_t kUnit = 512;
 inline constexpr std::uint64_t kBigRequest = std::uint64_t{1} << 20;
 inline constexpr std::uint64_t kBigAlignment = std::uint64_t{64} << 10;
 
+// Later than every stamp (fence.h).
+inline constexpr std::uint64_t kAnyStamp = ~std::uint64_t{0};
+
 constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t multiple) noexcept {
   return (value + multiple - 1) / multiple * multiple;
 }

@@ -291,8 +291,8 @@ bool Context::allocate(const Request& request, CUdeviceptr* out) noexcept try {
 void Context::take_back(const Grant& grant, const Request& request, LaneRef by) {
   const Segment* segment = shared_.map.find(grant.address);
   if (segment == nullptr) return;  // a reset was faster
-  const Found found{grant.block, grant.address, segment->arena(), segment->arena()->generation()};
-  if (!found.block->change(found.address, BlockState::live, BlockState::freeing)) return;
+  const Found found = find(*segment, grant.address);
+  if (found.block != grant.block || !found.block->change(found.address, BlockState::live, BlockState::freeing)) return;
   give(found, request.stream, false);
   by.lane->enter();
   bump(by.lane->tally.served[static_cast<int>(request.api)], ~std::uint64_t{0});
@@ -621,10 +621,7 @@ CUresult Context::free(const Found& found) noexcept try {
     block->change(address, BlockState::freeing, BlockState::live);
     return result;
   }
-  if (taken > shared_.noticeable_wait) {
-    count(shared_.counters.free_waits);
-    count(shared_.counters.wait_ticks, taken);
-  }
+  shared_.count_wait(shared_.counters.free_waits, taken);
   const bool unserved = peers && !fenced;  // nothing is handed out any more: memory goes where it goes natively
   const bool clean = waits && (unserved || !peers || becomes_idle(0));
   if (clean && !unserved) fences_.completed(stamp);
@@ -914,10 +911,7 @@ bool Context::becomes_idle(std::uint64_t patience_ns) noexcept try {
 CUresult Context::wait_idle() noexcept try {
   std::uint64_t taken = 0;
   const CUresult result = wait_for_context(taken);
-  if (taken > shared_.noticeable_wait) {
-    count(shared_.counters.free_waits);
-    count(shared_.counters.wait_ticks, taken);
-  }
+  shared_.count_wait(shared_.counters.free_waits, taken);
   return result;
 } catch (...) {  // no host memory
   return CUDA_ERROR_OUT_OF_MEMORY;

@@ -65,6 +65,11 @@ class Context {
     Arena* arena;
     std::uint64_t generation;  // the arena's, read before the block is claimed
   };
+  static Found find(const Segment& segment, std::uint64_t address) noexcept {
+    Arena* arena = segment.arena();
+    const std::uint64_t generation = arena->generation();
+    return {segment.block_at(address), address, arena, generation};
+  }
   CUresult free(const Found& found) noexcept;  // cudaFree
   CUresult free_async(const Found& found, const StreamIdentity& stream, Context& stream_context) noexcept;
 
@@ -162,7 +167,7 @@ class Context {
   void give_cached(Block* stack, LaneRef by) noexcept;      // likewise: to its arena, each of the stack
   void tidy_lanes();
   std::uint64_t takes_through(const Lane& lane) const noexcept {
-    return lane.is_stream() ? Magazine::kAnyStamp : fences_.clean_through();
+    return lane.is_stream() ? kAnyStamp : fences_.clean_through();
   }
 
   // ---- allocation
@@ -205,8 +210,8 @@ class Context {
   CUresult on_stream(CUstream stream, Call call) noexcept;
   bool record_fence(Fence& fence);  // fills fence.events; false, and none taken, if there can be no fence now
   bool is_complete(std::span<const FenceEvent> events) noexcept;
-  void poll(
-      std::uint64_t newest = 0);  // asks the fences, takes a new one if frees (up to `newest`) lack one, cleans up
+  // Asks the fences, takes a new one if frees (up to `newest`) lack one, cleans up.
+  void poll(std::uint64_t newest = 0);
   void poll_evented(Arena& arena);
   void poll_streams();
   bool streams_idle();  // without context fences: whether every known stream is idle; makes no dependency
@@ -240,8 +245,8 @@ class Context {
   std::atomic<bool> alive_{true};
   std::atomic<int> closing_{0};
   std::atomic<int> broken_{0};
-  std::atomic<bool> pressure_{
-      false};  // growth was refused: cudaFreeAsync records its event inside itself (contract §3)
+  // Growth was refused: cudaFreeAsync records its event inside itself (contract §3).
+  std::atomic<bool> pressure_{false};
   // By Arena::index; made when first needed, under the context's lock, and never destroyed.
   std::array<std::atomic<Arena*>, Lane::kArenas> arenas_{};
 

@@ -27,7 +27,6 @@ namespace cushion {
 class Magazine {
  public:
   static constexpr std::uint64_t kLargest = std::uint64_t{32} << 20;  // bytes; larger blocks are not cached
-  static constexpr std::uint64_t kAnyStamp = ~std::uint64_t{0};
   static constexpr unsigned kBatch = 64;  // so many unclean frees of a class are worth a fence
 
   static bool caches(std::uint64_t size) noexcept { return size <= kLargest; }

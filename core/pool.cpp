@@ -47,7 +47,6 @@ Block* Pool::take(Heap& heap, std::uint64_t size, std::uint64_t alignment, std::
 }
 
 Block* Pool::take_best(Heap& first, Heap& second, std::uint64_t size, std::uint64_t alignment, BlockState as) noexcept {
-  constexpr std::uint64_t kAnyStamp = ~std::uint64_t{0};
   Block* block = first.bins.find(size, alignment, kAnyStamp);
   if (block == nullptr || block->size != size) {
     Block* other = second.bins.find(size, alignment, kAnyStamp);

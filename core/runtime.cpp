@@ -36,13 +36,6 @@ std::size_t slot_of(CUstream stream) noexcept {
   return (reinterpret_cast<std::uintptr_t>(stream) >> 4) % kStreamCaches;
 }
 
-// The generation first: see Arena::generation.
-Context::Found find(const Segment& segment, CUdeviceptr address) noexcept {
-  Arena* arena = segment.arena();
-  const std::uint64_t generation = arena->generation();
-  return {segment.block_at(address), address, arena, generation};
-}
-
 std::string read_command_line() {
   std::string text;
   if (std::FILE* file = std::fopen("/proc/self/cmdline", "re")) {
@@ -347,7 +340,7 @@ std::optional<CUresult> Runtime::free(CUdeviceptr address) noexcept {
         free_to_driver_pool(address, [](Context& context, CUdeviceptr base) { return context.async().free(base); });
     return answer ? answer : free_stream_ordered(address);
   }
-  const Context::Found found = find(*segment, address);
+  const Context::Found found = Context::find(*segment, address);
   return found.block == nullptr ? CUDA_ERROR_INVALID_VALUE : found.arena->context().free(found);
 }
 
@@ -358,7 +351,7 @@ std::optional<CUresult> Runtime::free_async(CUdeviceptr address, CUstream stream
       return shared_.driver.call(shared_.driver.cuMemFreeAsync, base, stream);
     });
   }
-  const Context::Found found = find(*segment, address);
+  const Context::Found found = Context::find(*segment, address);
   if (found.block == nullptr) return CUDA_ERROR_INVALID_VALUE;
   if (shared_.gate.capturing(shared_.driver, stream)) return CUDA_ERROR_INVALID_VALUE;  // as natively (contract §4)
   const StreamIdentity* identity = nullptr;

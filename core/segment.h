@@ -105,7 +105,7 @@ class Segment {
   // Takes on a range; false when the host has no memory for the table. A recycled record keeps its table when it is
   // large enough; it is empty by then.
   bool open(Arena* arena, std::uint64_t address, std::uint64_t size) noexcept {
-    const std::uint64_t pages = round_up(size, Leaf::kPage) / Leaf::kPage;
+    const std::uint64_t pages = pages_of(size);
     if (pages_ < pages) {
       auto* table = static_cast<Entry*>(map_pages(pages * sizeof(Entry)));
       if (table == nullptr) return false;
@@ -118,7 +118,7 @@ class Segment {
     return true;
   }
   void close(Leaves& leaves) noexcept {
-    const std::uint64_t pages = round_up(size_.load(std::memory_order_relaxed), Leaf::kPage) / Leaf::kPage;
+    const std::uint64_t pages = pages_of(size_.load(std::memory_order_relaxed));
     size_.store(0, std::memory_order_relaxed);
     Entry* table = table_.load(std::memory_order_relaxed);
     for (std::uint64_t i = 0; i < pages; ++i) {
@@ -135,13 +135,14 @@ class Segment {
   Block* first = nullptr;   // its lowest block
   Segment* next = nullptr;  // the pool's list, or the list of spare records
   Segment* previous = nullptr;
-  Segment* beneath =
-      nullptr;  // for a superblock: the segment that it was cut from, which the map names again afterwards
+  // For a superblock: the segment that it was cut from, which the map names again afterwards.
+  Segment* beneath = nullptr;
 
  private:
   using Entry = std::atomic<std::uintptr_t>;  // a Block, a Leaf with kIsLeaf, or 0
   static constexpr std::uintptr_t kIsLeaf = 1;
 
+  static std::uint64_t pages_of(std::uint64_t size) noexcept { return round_up(size, Leaf::kPage) / Leaf::kPage; }
   static Leaf* leaf_of(std::uintptr_t entry) noexcept { return reinterpret_cast<Leaf*>(entry & ~kIsLeaf); }
   Entry& entry_of(std::uint64_t at) const noexcept {
     return table_.load(std::memory_order_relaxed)[(at - address()) / Leaf::kPage];

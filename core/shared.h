@@ -54,6 +54,13 @@ struct Shared {
   // Bumped when a stream or context goes: thread-local caches of handles are then asked anew.
   std::atomic<std::uint64_t> handle_epoch{1};
 
+  // The host waited for so long: counted if it was noticeable.
+  void count_wait(Counter& waits, std::uint64_t taken) noexcept {
+    if (taken <= noticeable_wait) return;
+    count(waits);
+    count(counters.wait_ticks, taken);
+  }
+
   template <class Visit>
   void for_each_context(Visit visit) {
     const int n = context_count.load(std::memory_order_acquire);

@@ -37,12 +37,10 @@ std::uint64_t held_by_arenas(Core& core) {
 }
 
 CUresult free_anything(Core& core, CUdeviceptr p) {  // as Runtime does
-  Segment* segment = core.shared.map.find(p);
+  const Segment* segment = core.shared.map.find(p);
   if (segment == nullptr) return driver().MemFree(p);
-  Block* block = segment->block_at(p);
-  return block == nullptr
-             ? CUDA_ERROR_INVALID_VALUE
-             : segment->arena()->context().free({block, p, segment->arena(), segment->arena()->generation()});
+  const Context::Found found = Context::find(*segment, p);
+  return found.block == nullptr ? CUDA_ERROR_INVALID_VALUE : found.arena->context().free(found);
 }
 
 class ArenaTest : public ContextTest {

@@ -12,8 +12,6 @@
 namespace cushion {
 namespace {
 
-constexpr std::uint64_t kAnyStamp = ~std::uint64_t{0};
-
 // A size class by its definition: one for each of 0..31 units, then 32 to each power of two. Its smallest size, in
 // units.
 std::uint64_t class_of(std::uint64_t size) {

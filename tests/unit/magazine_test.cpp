@@ -12,7 +12,7 @@ namespace cushion {
 namespace {
 
 constexpr std::uint64_t kNoLimit = ~std::uint64_t{0};
-constexpr std::uint64_t kAny = Magazine::kAnyStamp;
+constexpr std::uint64_t kAny = kAnyStamp;
 
 class MagazineTest : public testing::Test {
  protected:

@@ -16,7 +16,6 @@
 namespace cushion {
 namespace {
 
-constexpr std::uint64_t kAnyStamp = ~std::uint64_t{0};
 constexpr std::uint64_t kPage = AddressMap::kPage;
 constexpr std::uint64_t kBase = std::uint64_t{0x7f00} << 32;
 
