@@ -1,6 +1,7 @@
 // multi_stream_allocations: whether allocating serialises streams that are independent of each other.
 //
 //   BM_MultiStreamAllocations/<allocator>/<streams>/<kernels>/<prewarm>
+//   BM_MultiStreamKernels/...   the same kernels with no allocation at all: what a first step costs in itself
 //
 // One step gives each of `kernels` compute-bound kernels of one thread a block of its own, round robin over
 // `streams`, and waits for the device. The kernels overlap if reuse of freed blocks adds no wait: 4 on 4 streams
@@ -39,6 +40,17 @@ bool allocate_and_launch(const A& api, cudaStream_t stream) {
   compute<<<1, 1, 0, stream>>>(static_cast<long long*>(block), kernel_cycles);
   return api.free(block, sizeof(long long));
 }
+
+struct NoAllocation {
+  bool allocate(void*& block, std::size_t) const {
+    block = nullptr;
+    return true;
+  }
+  bool free(void*, std::size_t) const { return true; }
+};
+struct NoResource {
+  NoAllocation on(cudaStream_t) const { return {}; }
+};
 
 // Streams that have run a kernel and never allocated.
 Streams make_streams(int count) {
@@ -83,15 +95,21 @@ int main(int argc, char** argv) {
   for (const bool prewarm : {false, true}) {
     for (const int streams : {1, 2, 4}) {
       for (const int kernels : {1, 4}) {
-        const std::string name = "BM_MultiStreamAllocations/" + allocator.name() + "/" + std::to_string(streams) + "/" +
+        const std::string name = "/" + allocator.name() + "/" + std::to_string(streams) + "/" +
                                  std::to_string(kernels) + "/" + std::to_string(prewarm);
-        const auto workload = [=, &allocator](benchmark::State& state) {
+        const auto add = [&](const std::string& family, auto workload) {
+          auto* registered = benchmark::RegisterBenchmark((family + name).c_str(), workload);
+          registered->Unit(benchmark::kMicrosecond)->UseManualTime()->Iterations(1);
+          if (profile) registered->Repetitions(1);
+        };
+        add("BM_MultiStreamAllocations", [=, &allocator](benchmark::State& state) {
           allocator.start_anew();
           allocator.use([&](const auto& resource) { multi_stream(state, resource, streams, kernels, prewarm); });
-        };
-        auto* registered = benchmark::RegisterBenchmark(name.c_str(), workload);
-        registered->Unit(benchmark::kMicrosecond)->UseManualTime()->Iterations(1);
-        if (profile) registered->Repetitions(1);
+        });
+        add("BM_MultiStreamKernels", [=, &allocator](benchmark::State& state) {
+          allocator.start_anew();
+          multi_stream(state, NoResource{}, streams, kernels, prewarm);
+        });
       }
     }
   }

@@ -2,7 +2,7 @@
 """Runs the benchmarks natively, under Cushion, under the null hook and with RMM, in one go on one GPU.
 
     run.py BUILD_DIR OUT_DIR               the whole table, in about 8 minutes
-    run.py BUILD_DIR OUT_DIR --goals       what the goals are judged on, the most important first, in 300 s
+    run.py BUILD_DIR OUT_DIR --goals       what the goals are judged on, the most important first, in 450 s
     run.py BUILD_DIR OUT_DIR --complete    cells of native CUDA and RMM too that take minutes each
     run.py BUILD_DIR OUT_DIR --emulator    without a GPU: the driver-API program over the emulated driver. Bytes held,
                                            and CPU time, which says what Cushion costs and nothing about a GPU
@@ -60,7 +60,6 @@ def rmm(title):
 ALLOCATORS = {  # in the order of the columns; the first is what the others are compared with
     "native": Allocator("native"),
     "pool": cushion("Cushion, `sync`", allocator="pool", free="sync"),
-    "pool_large": cushion("Cushion, large magazines", allocator="pool", free="sync", magazine_size="4GiB"),
     "pool_deferred": cushion("Cushion, `deferred`", allocator="pool", free="deferred"),
     "pool_track": cushion("Cushion, tracking", allocator="pool", free="sync", track="on"),
     "arena": cushion("Cushion, arena", allocator="arena", free="sync"),
@@ -73,9 +72,6 @@ ALLOCATORS = {  # in the order of the columns; the first is what the others are 
     "rmm_binning": rmm("RMM binning"),
     "rmm_cuda_async": rmm("RMM cuda_async"),
 }
-# With which setting Cushion runs each column (max MiB) of the table of random allocations, timed and for bytes held.
-COLUMNS = {1: "pool_large", 4: "pool_large", 64: "pool", 256: "pool", 1024: "pool", 4096: "pool"}
-
 ALL = ("native", "pool", "pool_deferred", "null")
 REAL = ("native", "pool", "pool_deferred")  # where a kernel touches its block
 BESIDE = ("pool", "arena", "binning", "rmm_pool", "rmm_arena", "rmm_binning", "rmm_cuda_async", "native")
@@ -104,28 +100,18 @@ class Program:
         return f"{self.name}.{self.api}.{allocator}"
 
 
-def of_columns(before):
-    """Allocator → regular expression of its columns' cells, for those that serve only some columns."""
-    columns = {name: "|".join(str(column) for column in COLUMNS if COLUMNS[column] == name)
-               for name in COLUMNS.values() if name != "pool"}
-    return {name: f"{before}({served})/" for name, served in columns.items()}
-
-
 def plan(scale):
     """What to run, the most important first: time runs out for the last."""
     loops = dict.fromkeys(ALL, "Pair|Random|Threads")
-    columns = tuple(of_columns("/"))
     if scale == "emulator":
-        return [Program("driver_pairs", "both", ALL + columns, loops,
-                        held=dict.fromkeys(("pool", "pool_deferred"), "BM_Fragmentation")
-                        | of_columns("BM_FragmentationAsync/.*/uniform_"))]
+        return [Program("driver_pairs", "both", ALL, loops,
+                        held=dict.fromkeys(("pool", "pool_deferred"), "BM_Fragmentation"))]
     goals = scale == "goals"
-    random_malloc, random_async = {}, of_columns("/")
+    random_malloc, random_async = {}, {}
     if scale != "complete":  # without the cells that take more than 15 s each
         random_malloc["native"] = "/native/(10000?/|100000/(1|4|64)/)"
         random_async["rmm_arena"] = "/(10000?/|100000/(64|256|1024|4096)/)"
-    held = {"pool": "BM_Fragmentation"} | of_columns("/uniform_")
-    held |= dict.fromkeys(("rmm_pool", "rmm_binning", "native"), "BM_Fragmentation")
+    held = dict.fromkeys(("pool", "rmm_pool", "rmm_binning", "native"), "BM_Fragmentation")
     streams = {} if scale == "complete" else dict.fromkeys(BESIDE + REAL, "/(1/1|4/4)/[01]/")
     if goals:  # of the driver's own pool and of tracked RMM without the cells that take more than a second
         random_malloc["native"] = "/native/(1000/|10000/(1|4|64)/|100000/(1|4|64)/)"
@@ -146,7 +132,7 @@ def plan(scale):
         Program("latency", "async", ("native", "pool", "rmm_pool"), dict.fromkeys(("pool", "rmm_pool"), "Growing"),
                 pinned=False),
         Program("random_allocations", "async",
-                ("pool", *columns, "rmm_binning", "rmm_pool", "rmm_cuda_async", "pool_track", "native"), random_async),
+                ("pool", "rmm_binning", "rmm_pool", "rmm_cuda_async", "pool_track", "native"), random_async),
         Program("fragmentation", "async", tuple(held), held=held),
         Program("random_allocations", "malloc", ("pool", "pool_deferred", "native"), random_malloc),
         Program("random_allocations", "async",
@@ -216,7 +202,7 @@ class Bench:
     def __init__(self, build, out, scale, rounds):
         self.build, self.out, self.scale, self.rounds = build, out, scale, rounds
         self.emulator = scale == "emulator"
-        self.budget = {"goals": 300, "full": 540, "complete": 3600, "emulator": 120}[scale]
+        self.budget = {"goals": 450, "full": 540, "complete": 3600, "emulator": 120}[scale]
         self.limit = self.budget / 4  # for one process: a slow one must not cost all the others their turn
         self.seconds = {"goals": 0.02, "full": 0.1, "complete": 0.2, "emulator": 0.02}[scale]
         self.deadline = time.monotonic() + self.budget
@@ -448,7 +434,7 @@ def main():
         return 1
     rows, errors = table.read_results(out, "cpu_time" if bench.emulator else "real_time")
     summary = {"schema": "cushion-bench", "version": 2, "scale": scale, "machine": machine,
-               "rounds": bench.rounds, "allocators": describe_allocators(out), "columns": COLUMNS,
+               "rounds": bench.rounds, "allocators": describe_allocators(out),
                "settings": {f"{p.name}.{p.api}": p.settings for p in plan(scale) if p.settings}, "rows": rows,
                "failures": bench.failures + errors, "left_out": bench.left_out}
     summary = json.loads(json.dumps(summary))  # as a reader of the file sees it

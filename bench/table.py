@@ -93,7 +93,6 @@ class Results:
 
     def __init__(self, summary):
         self.titles = {name: allocator["title"] for name, allocator in summary["allocators"].items()}
-        self.columns = {int(column): name for column, name in summary["columns"].items()}
         self.rows = summary["rows"]
         self.ns = {(row["program"], row["api"], row["benchmark"], allocator): ns
                    for row in self.rows for allocator, ns in row["ns"].items()}
@@ -104,15 +103,14 @@ class Results:
         return [row for row in self.rows if row["program"].startswith(program) and api in (None, row["api"])]
 
     def lead(self, row):
-        """The best peer's time ÷ Cushion's with the setting of the column, of a row of the random table by stream.
+        """The best peer's time ÷ the pool's, of a row of the random table by stream.
 
         Native CUDA alone is no peer: without RMM's figures there is no lead.
         """
         times = row["ns"]
         peers = [times[name] for name in PEERS if name in times]
-        column = int(row["benchmark"].split("/")[-1])
         has_rmm = any(name.startswith("rmm_") for name in times)
-        return quotient(min(peers), times.get(self.columns[column])) if has_rmm else None
+        return quotient(min(peers), times.get("pool")) if has_rmm else None
 
 
 def speed_table(results, rows, head="benchmark", with_program=False, with_mean=False):
@@ -143,7 +141,7 @@ def random_malloc_table(results):
 
 
 def random_async_table(results):
-    """Stream-ordered calls under every allocator, and the best peer against Cushion with the setting of the column."""
+    """Stream-ordered calls under every allocator, and the best peer against the pool."""
     rows = results.of("random_allocations", "async")
     present = [a for a in results.titles if any(a in row["ns"] for row in rows)]
     lines = [[f"`{row['benchmark']}`"] + [show_time(row["ns"].get(a)) for a in present]
@@ -193,8 +191,6 @@ def settings_table(results, summary):
              if name in used and allocator["settings"]]
     lines += [[f"{program}, every Cushion", ", ".join(f"{key}={value}" for key, value in settings.items())]
               for program, settings in summary["settings"].items()]
-    lines += [[f"random table, column of {column} MiB", results.titles[name]]
-              for column, name in results.columns.items()]
     return grid(["column", "settings"], lines)
 
 
@@ -227,7 +223,7 @@ def goals(summary):
 
 
 def random_goals(results):
-    hardest, column = f"{RANDOM}100000/1", results.columns[1]
+    hardest = f"{RANDOM}100000/1"
     malloc, stream = (results.of("random_allocations", api) for api in ("malloc", "async"))
     row = next((row["ns"] for row in stream if row["benchmark"] == hardest), {})
     best = min((row[name] for name in PEERS if name in row and name != "native"), default=None)
@@ -242,16 +238,10 @@ def random_goals(results):
         return mean(quotient(results.ns.get(("random_allocations", "async", row["benchmark"], "rmm_pool")),
                              row["ns"].get(allocator)) for row in malloc)
 
-    def with_default(measure, peer, bound):
-        """Judged with the setting of the column, and reported with the default one where that is another."""
-        judged = [(measure, quotient(peer, row.get(column)), "≥", bound, show_ratio)]
-        if column != "pool":
-            judged.append((f"{measure}, default settings", quotient(peer, row.get("pool")), None, None, show_ratio))
-        return judged
-
     return [
-        *with_default(f"`{hardest}` by stream, RMM's pool ÷ Cushion's", row.get("rmm_pool"), 500),
-        *with_default(f"`{hardest}` by stream, RMM's best ÷ Cushion's pool", best, 4),
+        (f"`{hardest}` by stream, RMM's pool ÷ Cushion's", quotient(row.get("rmm_pool"), row.get("pool")), "≥", 500,
+         show_ratio),
+        (f"`{hardest}` by stream, RMM's best ÷ Cushion's pool", quotient(best, row.get("pool")), "≥", 4, show_ratio),
         (f"random table by stream, best peer ÷ Cushion, the worst of {len(leads)} cells", min(leads, default=None),
          "≥", 1, show_ratio),
         (f"the same, geometric mean of {len(leads)} cells", mean(leads), "≥", 5, show_ratio),
@@ -305,19 +295,19 @@ def stream_goals(results):
                     1.05, show_fine),
                    (f"4 kernels on 4 streams, {allocator}, cold ÷ best peer's warm", quotient(cold, best), "≤", 1.05,
                     show_fine)]
+    kernels = [results.ns.get(("multi_stream_allocations", "async", f"BM_MultiStreamKernels/4/4/{warm}", "native"))
+               for warm in (0, 1)]
+    judged.append(("the same with no allocation at all, native: first step ÷ later", quotient(*kernels), None, None,
+                   show_fine))
     return judged
 
 
 def held_goals(results, program, api, call):
     judged = []
     for column in (1, 4, 64):
-        settings = dict.fromkeys((results.columns[column], "pool"))  # the default is reported where it is another
-        for default, setting in enumerate(settings):
-            counters = results.counters.get((program, api, f"BM_Fragmentation{call}/uniform_{column}", setting), {})
-            measure = f"random table by stream, column of {column} MiB, held ÷ live at peak"
-            ratio = quotient(counters.get("held"), counters.get("live"))
-            judged.append((f"{measure}, default settings", ratio, None, None, show_fine) if default
-                          else (measure, ratio, "≤", 1.1, show_fine))
+        counters = results.counters.get((program, api, f"BM_Fragmentation{call}/uniform_{column}", "pool"), {})
+        judged.append((f"random table by stream, column of {column} MiB, held ÷ live at peak",
+                       quotient(counters.get("held"), counters.get("live")), "≤", 1.1, show_fine))
     return judged
 
 

@@ -9,9 +9,8 @@ import table  # noqa: E402
 
 
 def summary(*rows, scale="goals"):
-    names = ("native", "pool", "pool_large", "pool_track", "null", "rmm_pool", "rmm_binning", "rmm_pool_track")
-    columns = {"1": "pool_large", "4": "pool_large", "64": "pool"}
-    return {"scale": scale, "rows": list(rows), "columns": columns, "machine": {},
+    names = ("native", "pool", "pool_track", "null", "rmm_pool", "rmm_binning", "rmm_pool_track")
+    return {"scale": scale, "rows": list(rows), "machine": {},
             "allocators": {name: {"title": f"Title, {name}", "settings": ""} for name in names}}
 
 
@@ -31,29 +30,21 @@ class Goals(unittest.TestCase):
     def test_what_was_not_measured_is_left_out(self):
         self.assertEqual(self.judged(), {})
 
-    def test_the_worst_cell_decides_with_the_setting_of_its_column(self):
-        judged = self.judged(random_row("1000/64", native=100, rmm_pool=80, pool=10, pool_large=1),
-                             random_row("1000/4", native=100, rmm_pool=300, pool=1, pool_large=200))
+    def test_the_worst_cell_decides(self):
+        judged = self.judged(random_row("1000/64", native=100, rmm_pool=80, pool=10),
+                             random_row("1000/4", native=100, rmm_pool=300, pool=200))
         worst = "random table by stream, best peer ÷ Cushion, the worst of 2 cells"
         self.assertEqual(judged[worst], ("0.50×", False))
         self.assertEqual(judged["the same, geometric mean of 2 cells"], ("2.00×", False))
 
     def test_native_alone_is_no_peer(self):
-        self.assertEqual(self.judged(random_row("1000/1", native=100, pool_large=10)), {})
+        self.assertEqual(self.judged(random_row("1000/1", native=100, pool=10)), {})
 
     def test_a_peer_that_tracks_is_none(self):
-        judged = self.judged(random_row("100000/1", rmm_pool_track=1, rmm_pool=1000, rmm_binning=9, pool_large=2))
+        judged = self.judged(random_row("100000/1", rmm_pool_track=1, rmm_pool=1000, rmm_binning=9, pool=2))
         self.assertEqual(judged["`BM_RandomAllocations/100000/1` by stream, RMM's pool ÷ Cushion's"], ("500×", True))
         self.assertEqual(judged["`BM_RandomAllocations/100000/1` by stream, RMM's best ÷ Cushion's pool"],
                          ("4.50×", True))
-
-    def test_the_hardest_cell_is_judged_with_its_columns_setting_and_reported_with_the_default(self):
-        judged = self.judged(random_row("100000/1", rmm_pool=1000, rmm_binning=10, pool_large=2, pool=5))
-        measure = "`BM_RandomAllocations/100000/1` by stream, RMM's {}"
-        for what, column, default in (("pool ÷ Cushion's", ("500×", True), ("200×", None)),
-                                      ("best ÷ Cushion's pool", ("5.00×", True), ("2.00×", None))):
-            self.assertEqual(judged[measure.format(what)], column)
-            self.assertEqual(judged[measure.format(what) + ", default settings"], default)
 
     def test_threads_are_judged_and_the_null_hooks_reported_beside_them(self):
         rows = [{"program": "threads", "api": "both", "benchmark": f"BM_ThreadsAsync/65536/threads:{count}", "ns": ns}
@@ -68,13 +59,12 @@ class Goals(unittest.TestCase):
 
     def test_held_over_live(self):
         column = "random table by stream, column of {} MiB, held ÷ live at peak"
-        judged = self.judged(held_row("uniform_1", pool_large=1100, pool=1050), held_row("uniform_64", pool=1101))
+        judged = self.judged(held_row("uniform_1", pool=1100), held_row("uniform_64", pool=1101))
         self.assertEqual(judged, {column.format(1): ("1.100", True),
-                                  column.format(1) + ", default settings": ("1.050", None),
                                   column.format(64): ("1.101", False)})
 
     def test_on_the_emulator_only_bytes_count(self):
-        judged = self.judged(held_row("uniform_1", "driver_pairs", "both", "Async", pool_large=1050),
+        judged = self.judged(held_row("uniform_1", "driver_pairs", "both", "Async", pool=1050),
                              random_row("1000/1", native=100, rmm_pool=80, pool=10), scale="emulator")
         self.assertEqual(list(judged.values()), [("1.050", True)])
 

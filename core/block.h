@@ -22,8 +22,9 @@ inline constexpr std::uint64_t kBigAlignment = std::uint64_t{64} << 10;
 // Later than every stamp (fence.h).
 inline constexpr std::uint64_t kAnyStamp = ~std::uint64_t{0};
 
-constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t multiple) noexcept {
-  return (value + multiple - 1) / multiple * multiple;
+// To a multiple of a power of two.
+constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t power) noexcept {
+  return (value + power - 1) & ~(power - 1);
 }
 
 // The call that allocated a block; `kApiNames` is what the report calls it.

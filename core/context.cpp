@@ -31,7 +31,7 @@ unsigned host_lane() noexcept {
 // The lane that this thread counted in last. Its tally goes to the gauges when the thread turns to another: then a
 // program of one thread has exact peaks.
 constinit thread_local Lane* t_last_lane = nullptr;
-void settle_last(Lane& lane) noexcept {
+[[gnu::noinline]] void settle_last(Lane& lane) noexcept {
   if (t_last_lane != nullptr) {
     t_last_lane->enter();
     t_last_lane->tally.settle();
@@ -259,14 +259,25 @@ bool Context::allocate(const Request& request, CUdeviceptr* out) noexcept try {
   if (refuses(request.bytes)) return false;
   const Need need = need_of(request.bytes);
   const LaneRef by = enter_lane(request.stream);
+  Block* block = by.lane->magazine.take(need.size, takes_through(*by.lane));
   Grant grant;
-  if (Block* block = by.lane->magazine.take(need.size, takes_through(*by.lane))) {
+  if (block != nullptr) [[likely]] {
     grant = hand_out(*block, request);
     block->set(BlockState::live);
     by.lane->tally.allocated(static_cast<int>(request.api), request.bytes, grant.size);
   }
   by.lane->leave();
   turn_to(*by.lane);
+  if (block == nullptr || options().init != InitMode::none) [[unlikely]]
+    return allocate_slowly(need, request, by, grant, out);
+  *out = grant.address;
+  return true;
+} catch (...) {  // no host memory: the driver may still have what is needed
+  return false;
+}
+
+// The rest of an allocation: `grant` is what the magazine gave, if it gave any.
+bool Context::allocate_slowly(const Need& need, const Request& request, LaneRef by, Grant grant, CUdeviceptr* out) {
   if (!grant) {
     if (untidy_.load(std::memory_order_relaxed)) poll();
     Arena& arena = arena_of(need, by);
@@ -283,8 +294,6 @@ bool Context::allocate(const Request& request, CUdeviceptr* out) noexcept try {
   }
   *out = grant.address;
   return true;
-} catch (...) {  // no host memory: the driver may still have what is needed
-  return false;
 }
 
 // What it promised cannot be kept; the driver's memory is zero at least.

@@ -159,7 +159,7 @@ class Context {
   // ---- lanes
   LaneRef lane_of(const StreamIdentity* stream) noexcept;  // as remembered: to be entered
   LaneRef enter_lane(const StreamIdentity* stream);        // entered: the caller leaves it
-  LaneRef enter_lane_anew(const StreamIdentity* stream);
+  [[gnu::noinline]] LaneRef enter_lane_anew(const StreamIdentity* stream);
   LaneRef find_or_make_lane(const StreamIdentity& stream);  // with the context's lock held
   Lane* make_lane();                                        // likewise
   void end_lane(Lane& lane) noexcept;                       // likewise
@@ -185,7 +185,9 @@ class Context {
     std::uint64_t size = 0;
     explicit operator bool() const noexcept { return block != nullptr; }
   };
-  Grant hand_out(Block& block, const Request& request) const noexcept;
+  [[gnu::always_inline]] Grant hand_out(Block& block, const Request& request) const noexcept;
+  [[gnu::noinline]] bool allocate_slowly(const Need& need, const Request& request, LaneRef by, Grant grant,
+                                         CUdeviceptr* out);
   // These want no lock held. Those without noexcept keep lists in host memory; their callers' callers catch.
   Grant take(Arena& arena, const Need& need, const Request& request, LaneRef by);
   Grant take_again(Arena& arena, const Need& need, const Request& request, LaneRef by);
@@ -200,10 +202,11 @@ class Context {
   // ---- free
   // Gives a claimed block back: into its lane's magazine, else to its arena. `stream`: null for cudaFree.
   void give(const Found& freed, const StreamIdentity* stream, bool clean);
-  void give_to_arena(const Found& freed, LaneRef by, std::uint64_t stamp, Magazine::Given given, bool is_host);
+  [[gnu::noinline]] void give_to_arena(const Found& freed, LaneRef by, std::uint64_t stamp, Magazine::Given given,
+                                       bool is_host);
   bool return_superblocks(Arena& arena, std::uint64_t keep);  // to the global arena; whether there were any
   bool collect();  // empties every magazine, returns every idle superblock; whether there was anything
-  CUresult free_evented(const Found& freed, const StreamIdentity& stream, Context& stream_context);
+  [[gnu::noinline]] CUresult free_evented(const Found& freed, const StreamIdentity& stream, Context& stream_context);
 
   // ---- fences
   template <class Call>

@@ -81,8 +81,8 @@ struct Tally {
     Counter delta{0};  // two's complement: since it last went to the gauge
     Counter high{0};   // the most that it was since then
     void add(std::uint64_t bytes) noexcept {
-      bump(delta, bytes);
-      const std::uint64_t now = delta.load(std::memory_order_relaxed);
+      const std::uint64_t now = delta.load(std::memory_order_relaxed) + bytes;
+      delta.store(now, std::memory_order_relaxed);
       if (static_cast<std::int64_t>(now) > static_cast<std::int64_t>(high.load(std::memory_order_relaxed)))
         high.store(now, std::memory_order_relaxed);
     }
@@ -103,19 +103,21 @@ struct Tally {
   Bytes handed_out;  // blocks given for them: requests rounded up
 
   explicit Tally(Gauges& to) noexcept : gauges_(to) {}
-  void allocated(int api, std::uint64_t asked, std::uint64_t size) noexcept {
+  [[gnu::always_inline]] void allocated(int api, std::uint64_t asked, std::uint64_t size) noexcept {
     bump(served[api]);
     requested.add(asked);
     handed_out.add(size);
-    if (handed_out.is_much()) settle();
+    if (handed_out.is_much()) [[unlikely]]
+      settle();
   }
-  void freed(std::uint64_t asked, std::uint64_t size) noexcept {
+  [[gnu::always_inline]] void freed(std::uint64_t asked, std::uint64_t size) noexcept {
     bump(frees);
     requested.subtract(asked);
     handed_out.subtract(size);
-    if (handed_out.is_much()) settle();
+    if (handed_out.is_much()) [[unlikely]]
+      settle();
   }
-  void settle() noexcept {
+  [[gnu::noinline]] void settle() noexcept {
     requested.settle(gauges_.requested);
     handed_out.settle(gauges_.handed_out);
   }

@@ -47,7 +47,6 @@ class Magazine {
     if (block == nullptr) return nullptr;
     from->top = next_of(*block);
     --from->count;
-    from->bytes -= block->size;
     bytes_ -= block->size;
     if (from->top != nullptr) __builtin_prefetch(from->top, 1);
     return block;
@@ -69,7 +68,6 @@ class Magazine {
     block->live.requested = reinterpret_cast<std::uintptr_t>(to.top);
     block->live.time = stamp;
     to.top = block;
-    to.bytes += block->size;
     bytes_ += block->size;
     return ++to.count % kBatch == 0 && stamp != 0 ? Given::due : Given::kept;
   }
@@ -84,7 +82,7 @@ class Magazine {
       const Stack stack = std::exchange(at % 2 == 0 ? slot.ready : slot.fresh, {});
       if (stack.top == nullptr) continue;
       ++at;
-      bytes_ -= stack.bytes;
+      for (const Block* block = stack.top; block != nullptr; block = next_of(*block)) bytes_ -= block->size;
       return stack.top;
     }
     return nullptr;
@@ -98,7 +96,6 @@ class Magazine {
   struct Stack {
     Block* top = nullptr;
     std::uint64_t count = 0;
-    std::uint64_t bytes = 0;
   };
   struct Slot {
     Stack ready;  // clean

@@ -16,7 +16,7 @@ namespace cushion {
 
 class SpinLock {
  public:
-  void lock() noexcept {
+  [[gnu::always_inline]] void lock() noexcept {
     if (!try_lock()) [[unlikely]]
       wait_for_it();
   }

@@ -1,6 +1,6 @@
 #!/bin/bash
 # gpu.sh OUTDIR [--full] [STEP...]: everything that a GPU machine can say, in one go: builds release, runs all tests,
-# then the benchmarks (five minutes of them, or with --full all of them). STEP names what to do of it: build, contract,
+# then the benchmarks (eight minutes of them, or with --full all of them). STEP names what to do of it: build, contract,
 # tests, bench. OUTDIR gets the log of each step, the tests' results as JUnit XML, the benchmarks' JSON, and
 # machine.json: GPU, driver, CPU, compilers, commit (CUSHION_COMMIT where there is no git).
 #
@@ -64,7 +64,7 @@ step build 180 sh -c "cmake --preset release && cmake --build --preset release -
 step contract 120 tests/contract/run.sh "$build"
 step tests 170 ctest --preset release --parallel 4 --output-junit "$out/tests.xml"
 # shellcheck disable=SC2086  # no scale is no argument
-step bench "$([ -n "$scale" ] && echo 330 || echo 580)" \
+step bench "$([ -n "$scale" ] && echo 480 || echo 580)" \
   env CUSHION_COMMIT="$commit" python3 bench/run.py "$build" "$out/bench" $scale
 
 printf '\n== summary ==\n'
