@@ -1,14 +1,14 @@
 #!/bin/bash
 # gpu.sh OUTDIR [--full] [STEP...]: everything that a GPU machine can say, in one go: builds release, runs all tests,
-# then the torture program, the sanitizer, and the benchmarks (five minutes of them, or with --full all of them). STEP
+# the torture program, compute-sanitizer, and the benchmarks (five minutes of them, or with --full all of them). STEP
 # names what to do of it: build, contract, tests, torture, sanitizer, bench. CUSHION_TORTURE_SECONDS (5) is how long the
-# torture runs under each setting. OUTDIR gets the log of each step, the tests' results as JUnit XML, the benchmarks' JSON, and
-# machine.json: GPU, driver, CPU, compilers, commit (CUSHION_COMMIT where there is no git).
+# torture runs under each setting. OUTDIR gets the log of each step, the tests' results as JUnit XML, the torture's and
+# the benchmarks' JSON, and machine.json: GPU, driver, CPU, compilers, commit (CUSHION_COMMIT where there is no git).
 #
-# Installs nothing and asks no network. RMM is measured too if build/rmm is there (tools/rmm.sh). A step that fails does
-# not stop the next; the exit status is then 1.
+# Installs nothing and asks no network. RMM is measured too if build/rmm is there (tools/rmm.sh), and compute-sanitizer
+# may lie in build/sanitizer (tools/sanitizer.sh). A step that fails does not stop the next; the exit status is then 1.
 set -uo pipefail
-[ $# -ge 1 ] && [ "${1#-}" = "$1" ] || { sed -n '2,10s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+[ $# -ge 1 ] && [ "${1#-}" = "$1" ] || { sed -n '2,9s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 mkdir -p "$1" && out=$(cd "$1" && pwd) || exit 2
 shift
 scale=--goals
@@ -67,6 +67,7 @@ step contract 120 tests/contract/run.sh "$build"
 step tests 170 ctest --preset release --parallel 4 --output-junit "$out/tests.xml"
 step torture $((14 * torture_seconds + 240)) \
   python3 tests/gpu/torture.py "$build" --seconds "$torture_seconds" --json "$out/torture.json"
+step sanitizer 400 python3 tests/gpu/sanitizer.py "$build"
 # shellcheck disable=SC2086  # no scale is no argument
 step bench "$([ -n "$scale" ] && echo 330 || echo 580)" \
   env CUSHION_COMMIT="$commit" python3 bench/run.py "$build" "$out/bench" $scale

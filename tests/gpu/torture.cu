@@ -519,7 +519,10 @@ double run_threads(World& world) {
 
 int report(const World& world, double seconds) {
   const Findings& found = *world.findings;
-  for (unsigned i = 0; i < std::min(found.count, 4u); ++i) world.history.print(found.first[i]);
+  std::uint64_t told = 0;
+  for (unsigned i = 0; i < std::min(found.count, Findings::kMost); ++i) {
+    if (std::exchange(told, found.first[i].serial) != found.first[i].serial) world.history.print(found.first[i]);
+  }
   const Tally& tally = world.tally;
   const std::uint64_t to_verify = tally.to_verify;
   std::printf(
