@@ -286,6 +286,12 @@ void read_into(OptionsResult& result, const char* const* environment) {
   }
 }
 
+// Empty if it is not set.
+std::string_view variable(const char* name) noexcept {
+  const char* const value = std::getenv(name);
+  return value != nullptr ? value : std::string_view();
+}
+
 // Shell pattern with * and ? alone; linear but for the last star, which is retried.
 bool matches(std::string_view pattern, std::string_view text) noexcept {
   std::size_t p = 0;
@@ -343,7 +349,7 @@ OptionsResult read_options(const char* const* environment) noexcept {
   } catch (...) {
     // No memory for a few strings: step aside even if the line saying so finds no room either.
     result.options.allocator = AllocatorKind::cuda;
-    result.options.disable = Switch::on;
+    result.options.disable = DisableMode::always;
     try {
       result.errors.emplace_back("out of host memory while reading the CUSHION_ options");
     } catch (...) {  // NOLINT(bugprone-empty-catch)
@@ -361,11 +367,11 @@ std::vector<std::pair<std::string, std::string>> describe(const Options& options
 }
 
 bool inert(const char* program) noexcept {
-  const char* const disable = std::getenv("CUSHION_DISABLE");
-  if (disable != nullptr && std::string_view(disable) == "1") return true;
-  const char* const filter = std::getenv("CUSHION_PROGRAMS");
-  return filter != nullptr && left_out(filter, program == nullptr ? std::string_view() : program);
+  if (variable("CUSHION_DISABLE") == "1") return true;
+  return left_out(variable("CUSHION_PROGRAMS"), program == nullptr ? std::string_view() : program);
 }
+
+bool serves_under_checkers() noexcept { return variable("CUSHION_DISABLE") == "0"; }
 
 std::string expand_path(std::string_view pattern, long pid, std::string_view host, std::string_view program) {
   std::string path;

@@ -18,7 +18,7 @@ enum class FreeMode : std::uint8_t { sync, deferred };
 enum class InitMode : std::uint8_t { none, zero, junk };
 enum class TrackLevel : std::uint8_t { off, on };
 enum class LogLevel : std::uint8_t { off, error, warn, info, debug, trace };
-enum class Switch : std::uint8_t { off, on };
+enum class DisableMode : std::uint8_t { automatic, never, always };
 
 // What INIT=zero and INIT=junk write; junk is NaN as a float or a double, and -1 as an integer.
 constexpr unsigned char fill_byte(InitMode mode) noexcept { return mode == InitMode::zero ? 0 : 0xFF; }
@@ -76,6 +76,9 @@ std::vector<std::pair<std::string, std::string>> describe(const Options& options
 // nothing and takes no lock: it is asked inside dlsym. A bad DISABLE value does not make it inert (it is an
 // error, reported at the first allocation).
 bool inert(const char* program) noexcept;
+
+// Whether CUSHION_DISABLE says to serve under a tool that checks memory accesses, too. Reads the environment alone.
+bool serves_under_checkers() noexcept;
 
 // Expands %p %h %e %% of a path pattern; an unknown % sequence stays as it is.
 std::string expand_path(std::string_view pattern, long pid, std::string_view host, std::string_view program);

@@ -1,5 +1,6 @@
 #include "shim/process.h"
 
+#include <dlfcn.h>
 #include <errno.h>
 #include <pthread.h>
 #include <signal.h>
@@ -10,6 +11,9 @@
 #include <ctime>
 #include <mutex>
 
+#include "core/format.h"
+#include "core/log.h"
+#include "core/options.h"
 #include "shim/hooks.h"
 
 namespace cushion {
@@ -94,10 +98,30 @@ void in_forked_child() noexcept {
 
 void at_quick_exit_hook() { finish("quick_exit"); }
 
+// The library of a tool that checks memory accesses, if one is loaded: compute-sanitizer's own, or NVIDIA's Sanitizer
+// API, which others are built on. They know the driver's allocations only: of a served block they would see the segment
+// that it lies in, and miss every access beyond the block. Takes the loader's lock.
+const char* access_checker() noexcept {
+  for (const char* name : {"libsanitizer-collection.so", "libsanitizer-public.so"}) {
+    void* const library = dlopen(name, RTLD_LAZY | RTLD_NOLOAD);
+    if (library == nullptr) continue;
+    dlclose(library);
+    return name;
+  }
+  return nullptr;
+}
+
 // With g_start_mutex held.
-void start() noexcept {
+void start(const char* checker) noexcept {
   if (g_life.load(std::memory_order_relaxed) != Life::fresh) return;
   if (inert(program_invocation_short_name)) {
+    g_life.store(Life::native, std::memory_order_release);
+    return;
+  }
+  if (checker != nullptr && !serves_under_checkers()) {
+    char line[160];
+    log::complain(
+        format_into(line, "{} is loaded: running on native CUDA; CUSHION_DISABLE=0 serves all the same", checker));
     g_life.store(Life::native, std::memory_order_release);
     return;
   }
@@ -133,8 +157,9 @@ void start_serving() noexcept {
   }
   // Binding takes the loader's lock, which a thread that is waiting for ours may hold.
   if (!bind_driver()) return;  // no driver is loaded: this allocation fails natively, the next may not
+  const char* const checker = access_checker();
   std::lock_guard lock(g_start_mutex);
-  start();
+  start(checker);
 }
 
 }  // namespace cushion

@@ -11,7 +11,7 @@ namespace cushion {
 enum class Life : int {
   fresh,    // options are not read yet
   serving,  // the runtime is started
-  native,   // bad options, or disabled: every call goes to the driver
+  native,   // bad options, or told to step aside: every call goes to the driver
   forked,   // a child forked after start: no CUDA calls, no locks, no report
   ended,    // the report is written; the process is on its way out
 };

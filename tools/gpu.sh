@@ -1,21 +1,22 @@
 #!/bin/bash
 # gpu.sh OUTDIR [--full] [STEP...]: everything that a GPU machine can say, in one go: builds release, runs all tests,
-# then the benchmarks (eight minutes of them, or with --full all of them). STEP names what to do of it: build, contract,
-# tests, bench. OUTDIR gets the log of each step, the tests' results as JUnit XML, the benchmarks' JSON, and
-# machine.json: GPU, driver, CPU, compilers, commit (CUSHION_COMMIT where there is no git).
+# the torture program, compute-sanitizer, and the benchmarks (eight minutes of them, or with --full all of them). STEP
+# names what to do of it: build, contract, tests, torture, sanitizer, bench. CUSHION_TORTURE_SECONDS (5) is how long the
+# torture runs under each setting. OUTDIR gets the log of each step, the tests' results as JUnit XML, the torture's and
+# the benchmarks' JSON, and machine.json: GPU, driver, CPU, compilers, commit (CUSHION_COMMIT where there is no git).
 #
-# Installs nothing and asks no network. RMM is measured too if build/rmm is there (tools/rmm.sh). A step that fails does
-# not stop the next; the exit status is then 1.
+# Installs nothing and asks no network. RMM is measured too if build/rmm is there (tools/rmm.sh), and compute-sanitizer
+# may lie in build/sanitizer (tools/sanitizer.sh). A step that fails does not stop the next; the exit status is then 1.
 set -uo pipefail
-[ $# -ge 1 ] && [ "${1#-}" = "$1" ] || { sed -n '2,8s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+[ $# -ge 1 ] && [ "${1#-}" = "$1" ] || { sed -n '2,9s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 mkdir -p "$1" && out=$(cd "$1" && pwd) || exit 2
 shift
 scale=--goals
 [ "${1:-}" != --full ] || { scale=; shift; }
-steps=" ${*:-build contract tests bench} "
+steps=" ${*:-build contract tests torture sanitizer bench} "
 for name in $steps; do
-  case $name in build | contract | tests | bench) ;; *)
-    echo "gpu.sh: $name is no step: build, contract, tests, bench" >&2
+  case $name in build | contract | tests | torture | sanitizer | bench) ;; *)
+    echo "gpu.sh: $name is no step: build, contract, tests, torture, sanitizer, bench" >&2
     exit 2
     ;;
   esac
@@ -23,7 +24,8 @@ done
 cd "$(dirname "$0")/.." || exit 2
 build=build/release
 commit=${CUSHION_COMMIT:-$(git rev-parse HEAD 2>/dev/null)}
-unset CUSHION_COMMIT # Cushion reads every variable of that prefix
+torture_seconds=${CUSHION_TORTURE_SECONDS:-5}
+unset CUSHION_COMMIT CUSHION_TORTURE_SECONDS # Cushion reads every variable of that prefix
 summary=()
 failures=0
 
@@ -62,7 +64,10 @@ describe_machine() {
 describe_machine | tee "$out/machine.json"
 step build 180 sh -c "cmake --preset release && cmake --build --preset release --parallel $(nproc) -- -k 0"
 step contract 120 tests/contract/run.sh "$build"
-step tests 170 ctest --preset release --parallel 4 --output-junit "$out/tests.xml"
+step tests 260 ctest --preset release --parallel 4 --output-junit "$out/tests.xml"
+step torture $((14 * torture_seconds + 240)) \
+  python3 tests/gpu/torture.py "$build" --seconds "$torture_seconds" --json "$out/torture.json"
+step sanitizer 400 python3 tests/gpu/sanitizer.py "$build"
 # shellcheck disable=SC2086  # no scale is no argument
 step bench "$([ -n "$scale" ] && echo 480 || echo 580)" \
   env CUSHION_COMMIT="$commit" python3 bench/run.py "$build" "$out/bench" $scale

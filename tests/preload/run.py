@@ -326,6 +326,25 @@ def disable(setting):
 
 
 @case
+def access_checkers(setting):
+    """Under compute-sanitizer and other tools on its API Cushion steps aside and says so; DISABLE=0 makes it serve."""
+    program = [setting.program("route_dlsym")]
+    native = setting.native(program)
+    for checker in ("libsanitizer-collection.so", "libsanitizer-public.so"):
+        library = setting.program(checker)
+        for place in ("before", "after"):
+            for options in ({}, {"CUSHION_DISABLE": "auto", "CUSHION_TRACK": "on"}):
+                result = setting.cushioned(program, **{place: [library]}, **options)
+                same(native, result)
+                one_line(result, checker, "CUSHION_DISABLE=0")
+                check(not result.reports, f"served under {checker}")
+            setting.compare(program, **{place: [library]}, CUSHION_DISABLE=0)
+            result = setting.cushioned(program, **{place: [library]}, CUSHION_DISABLE=1)
+            same(native, result)
+            check(result.err == "" and not result.reports, f"not silent when disabled: {result}")
+
+
+@case
 def programs_filter(setting):
     for pattern, served in (("route_dlsym", True), ("something_else", False), ("a,route_*", True), ("!route_dlsym", False),
                             ("!something_else", True), ("route_dlsy?", True), ("route", False)):
@@ -352,7 +371,7 @@ def bad_values(setting):
                                ("CUSHION_MAX_SIZE", "150%", ("150%",)),
                                ("CUSHION_SEGMENT_SIZE", "-1", ("-1",)),
                                ("CUSHION_OOM_WAIT", "soon", ("soon",)),
-                               ("CUSHION_DISABLE", "maybe", ("maybe", "0", "1")),
+                               ("CUSHION_DISABLE", "maybe", ("maybe", "auto", "0", "1")),
                                ("CUSHION_LOG_LEVEL", "loud", ("loud", "debug"))):
         result = setting.cushioned([setting.program("route_dlsym")], **{name: value})
         same(native, result)

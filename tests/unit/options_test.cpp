@@ -60,7 +60,8 @@ TEST(Options, EnumeratorsStandInTheOrderOfTheirWords) {
   EXPECT_EQ(valid({"CUSHION_INIT=zero"}).init, InitMode::zero);
   EXPECT_EQ(valid({"CUSHION_INIT=JUNK"}).init, InitMode::junk);
   EXPECT_EQ(valid({"CUSHION_TRACK=on"}).track, TrackLevel::on);
-  EXPECT_EQ(valid({"CUSHION_DISABLE=1"}).disable, Switch::on);
+  EXPECT_EQ(valid({"CUSHION_DISABLE=0"}).disable, DisableMode::never);
+  EXPECT_EQ(valid({"CUSHION_DISABLE=1"}).disable, DisableMode::always);
   EXPECT_EQ(valid({"CUSHION_LOG_LEVEL=error"}).log_level, LogLevel::error);
   EXPECT_EQ(valid({"CUSHION_LOG_LEVEL=trace"}).log_level, LogLevel::trace);
 }
@@ -173,6 +174,15 @@ TEST_F(Inert, OnlyWhenDisabled) {
        {std::pair{"1", true}, std::pair{"0", false}, std::pair{"", false}, std::pair{"yes", false}}) {
     setenv("CUSHION_DISABLE", value, 1);
     EXPECT_EQ(inert("train"), expected) << value;
+  }
+}
+
+TEST_F(Inert, UnderCheckersUnlessToldToServe) {
+  EXPECT_FALSE(serves_under_checkers());
+  for (const auto& [value, expected] :
+       {std::pair{"0", true}, std::pair{"auto", false}, std::pair{"1", false}, std::pair{"no", false}}) {
+    setenv("CUSHION_DISABLE", value, 1);
+    EXPECT_EQ(serves_under_checkers(), expected) << value;
   }
 }
 
