@@ -61,6 +61,7 @@ ALLOCATORS = {  # in the order of the columns; the first is what the others are 
     "native": Allocator("native"),
     "pool": cushion("Cushion, `sync`", allocator="pool", free="sync"),
     "pool_deferred": cushion("Cushion, `deferred`", allocator="pool", free="deferred"),
+    "pool_auto": cushion("Cushion, `auto`", allocator="pool", free="auto"),
     "pool_track": cushion("Cushion, tracking", allocator="pool", free="sync", track="on"),
     "arena": cushion("Cushion, arena", allocator="arena", free="sync"),
     "binning": cushion("Cushion, binning", allocator="binning", free="sync"),
@@ -124,8 +125,9 @@ def plan(scale):
         held |= dict.fromkeys(("arena", "binning"), "BM_Fragmentation")
     reserved = {"CUSHION_INITIAL_SIZE": "256MiB"}  # a cold start is about order, not about the driver's allocations
     programs = [
-        Program("pair_static", select={"null": "Pair/"}),
-        Program("pair_shared", select={"null": "Pair/"}),
+        *(Program(f"pair_{runtime}", allocators=("native", "pool", "pool_deferred", "pool_auto", "null"),
+                  select={"null": "Pair/", "pool_auto": "MallocFreePair/|MallocKernelFree/|Chain/"})  # no second stream
+          for runtime in ("static", "shared")),
         Program("threads", pinned=False),
         Program("multi_stream_allocations", "async", BESIDE, streams, reserved, repetitions=3),
         Program("latency", "malloc", REAL, dict.fromkeys(REAL[1:], "Growing"), pinned=False),

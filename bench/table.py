@@ -261,6 +261,9 @@ def pair_goals(results):
     def pair(runtime, call, allocator):
         return results.ns.get((f"pair_{runtime}", "both", f"BM_{call}Pair/1048576", allocator))
 
+    def host(allocator):
+        return results.counters.get(("pair_static", "both", "BM_Chain/1048576", allocator), {}).get("host_ns")
+
     def scaling(allocator):
         one, many = (results.ns.get(("threads", "both", f"BM_ThreadsAsync/65536/threads:{count}", allocator))
                      for count in (1, 16))
@@ -274,6 +277,8 @@ def pair_goals(results):
         ("malloc pair of 1 MiB, static runtime, `deferred` ÷ null hook",
          quotient(pair("static", "MallocFree", "pool_deferred"), pair("static", "MallocFree", "null")), "≤", 2.0,
          show_ratio),
+        ("chain of malloc, kernel of 20 µs, free: the host's time, `sync` ÷ `auto`",
+         quotient(host("pool"), host("pool_auto")), None, None, show_ratio),
         ("async pair of 1 MiB, static runtime, Cushion ÷ null hook",
          quotient(pair("static", "MallocFreeAsync", "pool"), pair("static", "MallocFreeAsync", "null")), "≤", 2.5,
          show_ratio),

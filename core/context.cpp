@@ -621,6 +621,11 @@ CUresult Context::free(const Found& found) noexcept try {
     give(found, nullptr, false);
     return CUDA_SUCCESS;
   }
+  if (options().free == FreeMode::automatic && waits && owes_wait()) {
+    count(shared_.counters.free_waits_owed);
+    give(found, nullptr, true);
+    return CUDA_SUCCESS;
+  }
   const std::uint64_t stamp = fences_.advance();
   // After the stamp: whoever made peers true before a free that the stamp covers is seen here.
   const bool peers = shared_.peers.load(std::memory_order_relaxed);
@@ -643,6 +648,12 @@ CUresult Context::free(const Found& found) noexcept try {
 } catch (...) {  // no host memory
   found.block->change(found.address, BlockState::freeing, BlockState::live);
   return CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+bool Context::owes_wait() noexcept {
+  if (!shared_.order.holds() || broken() != CUDA_SUCCESS || !context_fences()) return false;
+  CurrentContext current(driver(), handle_);
+  return shared_.order.owe(driver(), shared_.gate, handle_, events_);
 }
 
 CUresult Context::free_async(const Found& found, const StreamIdentity& stream, Context& stream_context) noexcept try {

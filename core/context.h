@@ -206,6 +206,8 @@ class Context {
                                        bool is_host);
   bool return_superblocks(Arena& arena, std::uint64_t keep);  // to the global arena; whether there were any
   bool collect();  // empties every magazine, returns every idle superblock; whether there was anything
+  // Whether a cudaFree may return now and its wait be paid later (single_order.h).
+  bool owes_wait() noexcept;
   [[gnu::noinline]] CUresult free_evented(const Found& freed, const StreamIdentity& stream, Context& stream_context);
 
   // ---- fences

@@ -18,6 +18,7 @@ inline constexpr int kApis = sizeof(kApiNames) / sizeof(kApiNames[0]);
   CUSHION_COUNTER(frees_served, "frees_served", "frees of the pool's blocks")                                   \
   CUSHION_COUNTER(frees_forwarded, "frees_forwarded", "frees passed to the driver")                             \
   CUSHION_COUNTER(free_waits, "free_waits", "frees that waited for the device, as natively")                    \
+  CUSHION_COUNTER(free_waits_owed, "free_waits_owed", "frees that returned before their wait (FREE=auto)")      \
   CUSHION_COUNTER(stream_waits, "stream_waits", "stream waits inserted, memory being short")                    \
   CUSHION_COUNTER(memory_waits, "memory_waits", "allocations that waited for freed blocks, memory being short") \
   CUSHION_COUNTER(grows, "grows", "segments taken from the driver")                                             \

@@ -14,7 +14,7 @@
 namespace cushion {
 
 enum class AllocatorKind : std::uint8_t { pool, arena, binning, async, cuda };
-enum class FreeMode : std::uint8_t { sync, deferred };
+enum class FreeMode : std::uint8_t { sync, deferred, automatic };
 enum class InitMode : std::uint8_t { none, zero, junk };
 enum class TrackLevel : std::uint8_t { off, on };
 enum class LogLevel : std::uint8_t { off, error, warn, info, debug, trace };

@@ -293,6 +293,7 @@ class Writer {
                shared_.driver.calls.load(std::memory_order_relaxed),
                tick_.seconds(shared_.driver.time.load(std::memory_order_relaxed)));
     out_.print("  \"waits\": {{\"count\": {}, \"seconds\": {:.9f}}},\n", waits(), tick_.seconds(counters_.wait_ticks));
+    if (const char* order = single_order()) out_.print("  \"single_order_ended_by\": \"{}\",\n", order);
     out_.print("  \"live_complete\": {},\n  \"live\": [", live_.complete());
     comma = "\n";
     for (const LiveGroup& g : live_) {
@@ -334,6 +335,7 @@ class Writer {
                shared_.driver.calls.load(std::memory_order_relaxed),
                tick_.seconds(shared_.driver.time.load(std::memory_order_relaxed)));
     out_.print("  waits   {}, {:.6f} s in all\n", waits(), tick_.seconds(counters_.wait_ticks));
+    if (const char* order = single_order()) out_.print("  order   a single one, ended by: {}\n", order);
     std::uint64_t blocks = 0;
     std::uint64_t bytes = 0;
     for (const LiveGroup& g : live_) {
@@ -366,6 +368,12 @@ class Writer {
 
  private:
   double duration() const noexcept { return static_cast<double>(now_.ns - program_.loaded.clock.ns) * 1e-9; }
+  // Under FREE=auto, why frees waited, or "nothing"; else null.
+  const char* single_order() const noexcept {
+    if (shared_.options->free != FreeMode::automatic) return nullptr;
+    const char* ended_by = shared_.order.ended_by();
+    return ended_by != nullptr ? ended_by : "nothing";
+  }
   std::uint64_t waits() const noexcept { return counters_.free_waits + counters_.memory_waits; }
 
   void print_stream(const LiveGroup& g, std::string_view none, std::string_view quote) noexcept {

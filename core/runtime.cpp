@@ -148,6 +148,7 @@ bool Runtime::make_context(CUcontext handle, Context*& out) noexcept try {
   const int n = shared_.context_count.load(std::memory_order_relaxed);
   if (out != nullptr || n == Shared::kContexts) return false;  // the handle came again as another kind: leave it native
   out = new Context(shared_, handle, device, total, primary);
+  look_at_order(device, n != 0);
   if (total > shared_.largest_device.load(std::memory_order_relaxed))
     shared_.largest_device.store(total, std::memory_order_relaxed);
   shared_.contexts[static_cast<std::size_t>(n)].store(out, std::memory_order_relaxed);
@@ -155,6 +156,16 @@ bool Runtime::make_context(CUcontext handle, Context*& out) noexcept try {
   return true;
 } catch (...) {
   return false;
+}
+
+// What is known against FREE=auto once a context is there.
+void Runtime::look_at_order(CUdevice device, bool another) noexcept {
+  int pageable = 1;
+  const Driver& driver = shared_.driver;
+  driver.call(driver.cuDeviceGetAttribute, &pageable, CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS, device);
+  if (pageable != 0) end_order("pageable memory access");
+  if (another) end_order("a second context");
+  if (options().init != InitMode::none) end_order("CUSHION_INIT");  // its fills have a stream of their own
 }
 
 Context* Runtime::context_of(CUcontext handle) noexcept {
@@ -575,7 +586,10 @@ void Runtime::failed(CUresult result) noexcept {
 void Runtime::ended(CUcontext handle) noexcept try {
   shared_.gate.forget(handle);
   shared_.streams.remove_all(handle);
-  if (Context* context = find_context(handle)) context->discard();
+  if (Context* context = find_context(handle)) {
+    context->discard();
+    shared_.order.forget();
+  }
   if (foreign_ != nullptr) {
     std::lock_guard lock(foreign_mutex_);
     std::erase_if(*foreign_, [&](const auto& entry) {

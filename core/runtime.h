@@ -92,6 +92,8 @@ class Runtime {
   Mark before_wait(CUevent event) noexcept;
   void after_wait(CUevent event, CUstream stream, const Mark& mark) noexcept;
   void forget_event(CUevent event) noexcept;
+  // Before a call after which a free could be told from a native one (single_order.h); `why` names it.
+  void end_order(const char* why) noexcept { shared_.order.end(shared_.driver, why); }
   void stream_created(CUstream stream) noexcept;
   void stream_going(CUstream stream) noexcept;
 
@@ -147,6 +149,7 @@ class Runtime {
   Context* context_of(CUcontext handle) noexcept;  // makes it if it can be served; null if not
   Context* current_context() noexcept;
   bool make_context(CUcontext handle, Context*& out) noexcept;
+  void look_at_order(CUdevice device, bool another) noexcept;
   // The driver's error for a bad stream; success and a null context for a stream of a context that is not served.
   // `identity` is this thread's, good until it identifies another stream.
   CUresult identify(CUstream stream, const StreamIdentity*& identity, Context*& context) noexcept;

@@ -9,6 +9,7 @@
 #include "core/counters.h"
 #include "core/driver.h"
 #include "core/options.h"
+#include "core/single_order.h"
 #include "core/streams.h"
 
 namespace cushion {
@@ -37,6 +38,8 @@ struct Shared {
   std::atomic<bool> green_contexts{false};  // cuCtxRecordEvent would miss a green context's work
   std::atomic<bool> peers{false};           // another device's work may touch our memory
   std::atomic<bool> foreign_events{false};  // events are recorded where we cannot see (graph nodes, IPC)
+
+  SingleOrder order;  // CUSHION_FREE=auto
 
   std::atomic<std::uint64_t> largest_device{0};  // bytes: a larger request is hopeless
 

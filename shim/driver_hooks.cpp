@@ -10,6 +10,31 @@ namespace {
 
 Shared& shared() noexcept { return runtime().shared(); }
 
+// In a child forked after our start CUDA is the parent's: its calls get their native errors, and nothing else is done.
+bool in_forked_child() noexcept { return g_life.load(std::memory_order_acquire) == Life::forked; }
+
+// Before a call after which a cudaFree that did not wait could be told from the native one (core/single_order.h).
+void ends_order(const char* call) noexcept {
+  if (!in_forked_child() && shared().order.holds()) runtime().end_order(call);
+}
+// The same for a thread that makes a context current.
+void thread_comes(CUcontext context) noexcept {
+  if (context == nullptr || in_forked_child()) return;
+  shared().order.thread_comes(shared().driver, thread_id());
+}
+// And for a variable of a module, if it is one that the host sees too.
+void variable_found(const CUdeviceptr* address, const char* call) noexcept {
+  unsigned managed = 0;
+  InsideDriver inside;
+  if (address != nullptr && shared().order.holds() &&
+      real_cuPointerGetAttribute(&managed, CU_POINTER_ATTRIBUTE_IS_MANAGED, *address) == CUDA_SUCCESS && managed != 0)
+    ends_order(call);
+}
+// Before a question how far the device is: what a free owes is paid.
+void pay() noexcept {
+  if (!in_forked_child()) shared().order.pay(shared().driver);
+}
+
 // Passes a call on, and once more if the driver was out of memory and the pool could give some back: Cushion's cache
 // must never make another allocation fail (contract §6).
 template <class Fn, class... Args>
@@ -51,13 +76,11 @@ CUresult allocate_async(CUdeviceptr* out, std::size_t bytes, CUstream stream, CU
 template <class Fn>
 CUresult allocate_from_pool(CUdeviceptr* out, std::size_t bytes, CUmemoryPool pool, CUstream stream, CUstream as_given,
                             const Real<Fn>& real) noexcept {
+  ends_order("a pool of the program's");
   Runtime* rt = serving_allocation();
   if (rt == nullptr) return real(out, bytes, pool, as_given);
   return forward(*rt, Api::from_pool, out, bytes, stream, real, out, bytes, pool, as_given);
 }
-
-// In a child forked after our start CUDA is the parent's: its calls get their native errors, and nothing else is done.
-bool in_forked_child() noexcept { return g_life.load(std::memory_order_acquire) == Life::forked; }
 
 // A free of one of our blocks outside our service: in a forked child CUDA is not initialised; on the way out the
 // driver says whether it is gone.
@@ -119,6 +142,7 @@ CUresult end_capture(const Real<Fn>& real, Args... args) noexcept {
 
 template <class Fn, class... Args>
 CUresult create_stream(CUstream* out, const Real<Fn>& real, Args... args) noexcept {
+  ends_order("a second stream");
   const CUresult result = with_room(real, out, args...);
   if (result == CUDA_SUCCESS && !in_forked_child()) runtime().stream_created(*out);
   return result;
@@ -173,6 +197,7 @@ CUresult destroy_event(CUevent event, const Real<Fn>& real) noexcept {
 // Events recorded by graphs or other processes escape our sight: from then on no order is concluded from any event.
 template <class Fn, class... Args>
 CUresult with_foreign_events(const Real<Fn>& real, Args... args) noexcept {
+  ends_order("events of graphs or other processes");
   shared().foreign_events.store(true, std::memory_order_relaxed);
   return real(args...);
 }
@@ -230,6 +255,7 @@ CUresult reset_primary(CUdevice device, const Real<Fn>& real) noexcept {
 
 template <class Fn, class... Args>
 CUresult create_context(CUcontext* out, const Real<Fn>& real, Args... args) noexcept {
+  ends_order("a context of the program's");
   const CUresult result = with_room(real, out, args...);
   if (result == CUDA_SUCCESS && !in_forked_child()) runtime().context_created(*out);
   return result;
@@ -263,6 +289,7 @@ void refuse_ipc() noexcept {
 // Blocks of the pool cannot be exported by legacy IPC: natively this attribute is 1 for cudaMalloc. The driver has
 // written a true; clearing its first byte makes it false whatever its width.
 void hide_ipc(CUpointer_attribute attribute, void* data, CUdeviceptr address) noexcept {
+  if (attribute == CU_POINTER_ATTRIBUTE_P2P_TOKENS) ends_order("a token for another device");
   if (attribute == CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE && data != nullptr && runtime().owns(address)) {
     *static_cast<unsigned char*>(data) = 0;
   }
@@ -342,6 +369,7 @@ CUresult hook_cuMemGetInfo_v2(std::size_t* idle, std::size_t* total) noexcept {
 }
 
 CUresult hook_cuMemAllocManaged(CUdeviceptr* out, std::size_t bytes, unsigned flags) noexcept {
+  ends_order("managed memory");
   Runtime* rt = serving_allocation();
   if (rt == nullptr) return real_cuMemAllocManaged(out, bytes, flags);
   return forward(*rt, Api::managed, out, bytes, nullptr, real_cuMemAllocManaged, out, bytes, flags);
@@ -356,14 +384,17 @@ CUresult hook_cuMemAllocFromPoolAsync_ptsz(CUdeviceptr* out, std::size_t bytes, 
 }
 CUresult hook_cuMemCreate(CUmemGenericAllocationHandle* out, std::size_t bytes, const CUmemAllocationProp* properties,
                           unsigned long long flags) noexcept {
+  ends_order("cuMemCreate");
   if (Runtime* rt = serving_allocation()) rt->forwarded(Api::vmm);
   return with_room_for(bytes, real_cuMemCreate, out, bytes, properties, flags);
 }
 CUresult hook_cuMemHostAlloc(void** out, std::size_t bytes, unsigned flags) noexcept {
+  ends_order("pinned memory");
   if (Runtime* rt = serving()) rt->forwarded(Api::host);
   return real_cuMemHostAlloc(out, bytes, flags);
 }
 CUresult hook_cuMemAllocHost_v2(void** out, std::size_t bytes) noexcept {
+  ends_order("pinned memory");
   if (Runtime* rt = serving()) rt->forwarded(Api::host);
   return real_cuMemAllocHost_v2(out, bytes);
 }
@@ -372,11 +403,16 @@ CUresult hook_cuMemAllocHost_v2(void** out, std::size_t bytes) noexcept {
 
 #define CUSHION_WITH_ROOM(elf, parameters, ...) \
   CUresult hook_##elf parameters noexcept { return with_room(real_##elf, __VA_ARGS__); }
+#define CUSHION_ENDS_ORDER(elf, parameters, ...) \
+  CUresult hook_##elf parameters noexcept {      \
+    ends_order(#elf);                            \
+    return with_room(real_##elf, __VA_ARGS__);   \
+  }
 
 CUSHION_WITH_ROOM(cuArrayCreate_v2, (CUarray * a, const CUDA_ARRAY_DESCRIPTOR* b), a, b)
 CUSHION_WITH_ROOM(cuArray3DCreate_v2, (CUarray * a, const CUDA_ARRAY3D_DESCRIPTOR* b), a, b)
 CUSHION_WITH_ROOM(cuMipmappedArrayCreate, (CUmipmappedArray * a, const CUDA_ARRAY3D_DESCRIPTOR* b, unsigned c), a, b, c)
-CUSHION_WITH_ROOM(cuMemPoolCreate, (CUmemoryPool * a, const CUmemPoolProps* b), a, b)
+CUSHION_ENDS_ORDER(cuMemPoolCreate, (CUmemoryPool * a, const CUmemPoolProps* b), a, b)
 CUSHION_WITH_ROOM(cuModuleLoad, (CUmodule * a, const char* b), a, b)
 CUSHION_WITH_ROOM(cuModuleLoadData, (CUmodule * a, const void* b), a, b)
 CUSHION_WITH_ROOM(cuModuleLoadDataEx, (CUmodule * a, const void* b, unsigned c, CUjit_option* d, void** e), a, b, c, d,
@@ -399,8 +435,8 @@ CUSHION_WITH_ROOM(cuGraphInstantiateWithFlags, (CUgraphExec * a, CUgraph b, unsi
 CUSHION_WITH_ROOM(cuGraphInstantiateWithParams, (CUgraphExec * a, CUgraph b, CUDA_GRAPH_INSTANTIATE_PARAMS* c), a, b, c)
 CUSHION_WITH_ROOM(cuGraphInstantiateWithParams_ptsz, (CUgraphExec * a, CUgraph b, CUDA_GRAPH_INSTANTIATE_PARAMS* c), a,
                   b, c)
-CUSHION_WITH_ROOM(cuGraphLaunch, (CUgraphExec a, CUstream b), a, b)
-CUSHION_WITH_ROOM(cuGraphLaunch_ptsz, (CUgraphExec a, CUstream b), a, b)
+CUSHION_ENDS_ORDER(cuGraphLaunch, (CUgraphExec a, CUstream b), a, b)
+CUSHION_ENDS_ORDER(cuGraphLaunch_ptsz, (CUgraphExec a, CUstream b), a, b)
 CUSHION_WITH_ROOM(cuLaunchKernel,
                   (CUfunction a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned f, unsigned g, unsigned h,
                    CUstream i, void** j, void** k),
@@ -427,9 +463,78 @@ CUSHION_WITH_ROOM(cuLibraryGetModule, (CUmodule * a, CUlibrary b), a, b)
 CUSHION_WITH_ROOM(cuKernelGetFunction, (CUfunction * a, CUkernel b), a, b)
 CUSHION_WITH_ROOM(cuFuncLoad, (CUfunction a), a)
 CUSHION_WITH_ROOM(cuCtxSetLimit, (CUlimit a, std::size_t b), a, b)
-CUSHION_WITH_ROOM(cuIpcOpenMemHandle, (CUdeviceptr * a, CUipcMemHandle b, unsigned c), a, b, c)
-CUSHION_WITH_ROOM(cuIpcOpenMemHandle_v2, (CUdeviceptr * a, CUipcMemHandle b, unsigned c), a, b, c)
-CUSHION_WITH_ROOM(cuDevicePrimaryCtxRetain, (CUcontext * a, CUdevice b), a, b)
+CUSHION_ENDS_ORDER(cuIpcOpenMemHandle, (CUdeviceptr * a, CUipcMemHandle b, unsigned c), a, b, c)
+CUSHION_ENDS_ORDER(cuIpcOpenMemHandle_v2, (CUdeviceptr * a, CUipcMemHandle b, unsigned c), a, b, c)
+CUresult hook_cuDevicePrimaryCtxRetain(CUcontext* out, CUdevice device) noexcept {
+  if (!in_forked_child()) shared().order.device_comes(shared().driver, device);
+  return with_room(real_cuDevicePrimaryCtxRetain, out, device);
+}
+
+// ---- what ends a single order, and what asks how far it is
+// -----------------------------------------------------------
+
+CUSHION_ENDS_ORDER(cuMemHostRegister, (void* a, std::size_t b, unsigned c), a, b, c)
+CUSHION_ENDS_ORDER(cuMemHostRegister_v2, (void* a, std::size_t b, unsigned c), a, b, c)
+CUSHION_ENDS_ORDER(cuLaunchHostFunc, (CUstream a, CUhostFn b, void* c), a, b, c)
+CUSHION_ENDS_ORDER(cuLaunchHostFunc_ptsz, (CUstream a, CUhostFn b, void* c), a, b, c)
+CUSHION_ENDS_ORDER(cuStreamAddCallback, (CUstream a, CUstreamCallback b, void* c, unsigned d), a, b, c, d)
+CUSHION_ENDS_ORDER(cuStreamAddCallback_ptsz, (CUstream a, CUstreamCallback b, void* c, unsigned d), a, b, c, d)
+CUSHION_ENDS_ORDER(cuMemExportToShareableHandle,
+                   (void* a, CUmemGenericAllocationHandle b, CUmemAllocationHandleType c, unsigned long long d), a, b,
+                   c, d)
+CUSHION_ENDS_ORDER(cuMemImportFromShareableHandle,
+                   (CUmemGenericAllocationHandle * a, void* b, CUmemAllocationHandleType c), a, b, c)
+CUSHION_ENDS_ORDER(cuMemGetHandleForAddressRange,
+                   (void* a, CUdeviceptr b, std::size_t c, CUmemRangeHandleType d, unsigned long long e), a, b, c, d, e)
+CUSHION_ENDS_ORDER(cuImportExternalMemory, (CUexternalMemory * a, const CUDA_EXTERNAL_MEMORY_HANDLE_DESC* b), a, b)
+CUSHION_ENDS_ORDER(cuImportExternalSemaphore, (CUexternalSemaphore * a, const CUDA_EXTERNAL_SEMAPHORE_HANDLE_DESC* b),
+                   a, b)
+CUSHION_ENDS_ORDER(cuGraphicsMapResources, (unsigned a, CUgraphicsResource* b, CUstream c), a, b, c)
+CUSHION_ENDS_ORDER(cuGraphicsMapResources_ptsz, (unsigned a, CUgraphicsResource* b, CUstream c), a, b, c)
+CUSHION_ENDS_ORDER(cuPointerSetAttribute, (const void* a, CUpointer_attribute b, CUdeviceptr c), a, b, c)
+CUSHION_ENDS_ORDER(cuLibraryGetManaged, (CUdeviceptr * a, std::size_t* b, CUlibrary c, const char* d), a, b, c, d)
+
+CUresult hook_cuModuleGetGlobal_v2(CUdeviceptr* address, std::size_t* bytes, CUmodule module,
+                                   const char* name) noexcept {
+  const CUresult result = real_cuModuleGetGlobal_v2(address, bytes, module, name);
+  if (result == CUDA_SUCCESS) variable_found(address, "a managed variable");
+  return result;
+}
+CUresult hook_cuLibraryGetGlobal(CUdeviceptr* address, std::size_t* bytes, CUlibrary library,
+                                 const char* name) noexcept {
+  const CUresult result = real_cuLibraryGetGlobal(address, bytes, library, name);
+  if (result == CUDA_SUCCESS) variable_found(address, "a managed variable");
+  return result;
+}
+CUresult hook_cuCtxSetCurrent(CUcontext context) noexcept {
+  thread_comes(context);
+  return real_cuCtxSetCurrent(context);
+}
+CUresult hook_cuCtxPushCurrent_v2(CUcontext context) noexcept {
+  thread_comes(context);
+  return real_cuCtxPushCurrent_v2(context);
+}
+
+CUresult hook_cuEventQuery(CUevent event) noexcept {
+  pay();
+  return real_cuEventQuery(event);
+}
+CUresult hook_cuEventElapsedTime(float* milliseconds, CUevent start, CUevent end) noexcept {
+  pay();
+  return real_cuEventElapsedTime(milliseconds, start, end);
+}
+CUresult hook_cuEventElapsedTime_v2(float* milliseconds, CUevent start, CUevent end) noexcept {
+  pay();
+  return real_cuEventElapsedTime_v2(milliseconds, start, end);
+}
+CUresult hook_cuStreamQuery(CUstream stream) noexcept {
+  pay();
+  return real_cuStreamQuery(stream);
+}
+CUresult hook_cuStreamQuery_ptsz(CUstream stream) noexcept {
+  pay();
+  return real_cuStreamQuery_ptsz(stream);
+}
 
 // ---- streams and captures ----------------------------------------------------------------------------------------
 
@@ -567,6 +672,7 @@ CUresult hook_cuDevicePrimaryCtxReset_v2(CUdevice device) noexcept {
   return reset_primary(device, real_cuDevicePrimaryCtxReset_v2);
 }
 CUresult hook_cuGreenCtxCreate(CUgreenCtx* out, CUdevResourceDesc resources, CUdevice device, unsigned flags) noexcept {
+  ends_order("a green context");
   shared().green_contexts.store(true, std::memory_order_relaxed);
   return with_room(real_cuGreenCtxCreate, out, resources, device, flags);
 }
@@ -576,6 +682,7 @@ CUresult hook_cuGreenCtxDestroy(CUgreenCtx context) noexcept {
   return result;
 }
 CUresult hook_cuCtxEnablePeerAccess(CUcontext peer, unsigned flags) noexcept {
+  ends_order("a peer");
   const CUresult result = real_cuCtxEnablePeerAccess(peer, flags);
   if (result == CUDA_SUCCESS && !in_forked_child()) runtime().peer_enabled(peer, serving() != nullptr);
   return result;
@@ -584,14 +691,17 @@ CUresult hook_cuCtxEnablePeerAccess(CUcontext peer, unsigned flags) noexcept {
 // ---- pools and sharing between processes -------------------------------------------------------------------------
 
 CUresult hook_cuMemPoolSetAccess(CUmemoryPool pool, const CUmemAccessDesc* map, std::size_t n) noexcept {
+  ends_order("a pool of the program's");
   runtime().every_pool_changed();
   return real_cuMemPoolSetAccess(pool, map, n);
 }
 CUresult hook_cuDeviceSetMemPool(CUdevice device, CUmemoryPool pool) noexcept {
+  ends_order("a pool of the program's");
   runtime().pool_changed(device);
   return real_cuDeviceSetMemPool(device, pool);
 }
 CUresult hook_cuIpcGetMemHandle(CUipcMemHandle* handle, CUdeviceptr address) noexcept {
+  ends_order("cuIpcGetMemHandle");
   if (!runtime().owns(address)) return real_cuIpcGetMemHandle(handle, address);
   refuse_ipc();
   return CUDA_ERROR_NOT_SUPPORTED;

@@ -227,6 +227,23 @@ CUresult CtxGetDeviceOf(CUdevice* device, CUcontext handle) {
 
 CUresult CtxGetDevice(CUdevice* device) { return CtxGetDeviceOf(device, nullptr); }
 
+CUresult CtxGetLimit(std::size_t* value, CUlimit limit) {
+  Lock lock(global_mutex());
+  Require(value != nullptr);
+  const auto& limits = CurrentContext()->limits;
+  const auto found = limits.find(limit);
+  *value = found != limits.end() ? found->second : std::size_t{1} << 20;
+  return CUDA_SUCCESS;
+}
+
+CUresult CtxSetLimit(CUlimit limit, std::size_t value) {
+  Lock lock(global_mutex());
+  const ContextPtr context = CurrentContext();
+  Require(limit != CU_LIMIT_PRINTF_FIFO_SIZE || !context->prints);
+  context->limits[limit] = value;
+  return CUDA_SUCCESS;
+}
+
 CUresult CtxGetId(CUcontext handle, unsigned long long* id) {
   Lock lock(global_mutex());
   Require(id != nullptr);

@@ -19,6 +19,8 @@ struct Context {
   CUdevice device = 0;
   unsigned flags = 0;
   CUresult broken = CUDA_SUCCESS;  // the sticky error, if one happened
+  std::unordered_map<CUlimit, std::size_t> limits;
+  bool prints = false;  // a kernel that prints was launched: its buffer's size is fixed then (measured)
 
   StreamPtr legacy;
   std::vector<StreamPtr> streams;  // all but the legacy one, destroyed ones included until they are drained

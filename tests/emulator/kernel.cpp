@@ -4,6 +4,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
 #include <string_view>
 #include <thread>
@@ -72,6 +73,11 @@ void k_wait_flag(const Machine& machine, volatile std::uint32_t* flag, std::uint
   }
 }
 
+// The host's stdout: when a GPU shows it is not emulated.
+void k_print(const Machine&, std::uint32_t times) {
+  for (std::uint32_t i = 0; i < times; ++i) std::puts("k_print");
+}
+
 template <auto Run, class... Arguments>
 Work Bind(void (*)(const Machine&, Arguments...), const ContextPtr& context, void** arguments) {
   std::size_t next = 0;
@@ -91,6 +97,7 @@ Work Launch(const ContextPtr& context, void** arguments) {
 struct Named {
   std::string_view name;
   Kernel kernel;
+  bool prints = false;
 };
 
 constexpr std::array kKernels{
@@ -100,6 +107,7 @@ constexpr std::array kKernels{
     Named{"k_check", Launch<k_check>},
     Named{"k_copy", Launch<k_copy>},
     Named{"k_wait_flag", Launch<k_wait_flag>},
+    Named{"k_print", Launch<k_print>, true},
 };
 
 const Named* KernelOf(CUfunction function) {
@@ -154,6 +162,7 @@ CUresult LaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, uns
   Require(grid_x > 0 && grid_y > 0 && grid_z > 0 && block_x > 0 && block_y > 0 && block_z > 0);
   Require(arguments != nullptr && extra == nullptr);  // arguments as one buffer are not emulated
   const StreamPtr stream = StreamOf(handle);
+  stream->context->prints |= named->prints;
   Issue(*stream, named->kernel(stream->context, arguments));
   return CUDA_SUCCESS;
 }

@@ -52,7 +52,7 @@ CUresult Launch(const char* kernel, unsigned threads, CUstream stream, Arguments
 }  // namespace
 
 CUresult LoadKernels() {
-  for (const char* kernel : {"k_hold", "k_fill", "k_fill_hold_check", "k_check", "k_copy", "k_wait_flag"}) {
+  for (const char* kernel : {"k_hold", "k_fill", "k_fill_hold_check", "k_check", "k_copy", "k_wait_flag", "k_print"}) {
     CUfunction function = nullptr;
     const CUresult result = Function(kernel, &function);
     if (result != CUDA_SUCCESS) return result;
@@ -82,5 +82,7 @@ CUresult LaunchCopy(CUstream stream, CUdeviceptr to, CUdeviceptr from, std::uint
 CUresult LaunchWaitFlag(CUstream stream, CUdeviceptr flag, std::uint64_t timeout_ns) {
   return Launch("k_wait_flag", 1, stream, flag, timeout_ns);
 }
+
+CUresult LaunchPrint(CUstream stream, std::uint32_t times) { return Launch("k_print", 1, stream, times); }
 
 }  // namespace harness

@@ -22,5 +22,6 @@ CUresult LaunchFillHoldCheck(CUstream stream, CUdeviceptr p, std::uint64_t n, st
 CUresult LaunchCheck(CUstream stream, CUdeviceptr p, std::uint64_t n, std::uint32_t value, CUdeviceptr bad);
 CUresult LaunchCopy(CUstream stream, CUdeviceptr to, CUdeviceptr from, std::uint64_t n, std::uint64_t ns = 0);
 CUresult LaunchWaitFlag(CUstream stream, CUdeviceptr flag, std::uint64_t timeout_ns = 5'000 * kMillisecond);
+CUresult LaunchPrint(CUstream stream, std::uint32_t times);
 
 }  // namespace harness

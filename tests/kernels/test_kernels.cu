@@ -7,12 +7,14 @@
 //   k_copy(d, s, n, ns)                     waits ns, then copies s[0..n) to d
 //   k_wait_flag(flag, timeout_ns)           spins until *flag is not 0, or until the timeout, so that a failing test
 //                                           ends
+//   k_print(times)                          prints its name so often
 //
 // Each is launched with one block (harness/launch.h does), so that a wait holds the whole launch. On the emulator they
 // run on the host (emulator/kernel.cpp), and a range outside live memory breaks the context as it does on the GPU.
 // Built to PTX and embedded as kTestKernels (test_kernels.h, generated); without nvcc the image is empty, which only
 // the emulator loads.
 #include <cstdint>
+#include <cstdio>
 
 namespace {
 
@@ -72,6 +74,10 @@ __global__ void k_copy(std::uint8_t* d, const std::uint8_t* s, std::uint64_t n, 
 __global__ void k_wait_flag(volatile std::uint32_t* flag, std::uint64_t timeout_ns) {
   const std::uint64_t end = Now() + timeout_ns;
   while (*flag == 0 && Now() < end) __nanosleep(1000);
+}
+
+__global__ void k_print(std::uint32_t times) {
+  for (std::uint32_t i = 0; i < times; ++i) printf("k_print\n");
 }
 
 }  // extern "C"
