@@ -5,6 +5,8 @@
 // microseconds and a handful of host allocations, once in a program's life; inert() allocates nothing.
 #include "core/options.h"
 
+#include <sys/auxv.h>
+
 #include <algorithm>
 #include <array>
 #include <charconv>
@@ -350,6 +352,7 @@ std::vector<std::pair<std::string, std::string>> describe(const Options& options
 }
 
 bool inert(const char* program) noexcept {
+  if (getauxval(AT_SECURE) != 0) return true;
   if (variable("CUSHION_DISABLE") == "1") return true;
   return left_out(variable("CUSHION_PROGRAMS"), program == nullptr ? std::string_view() : program);
 }

@@ -239,15 +239,65 @@ def needed(setting):
 
 @case
 def hardened(setting):
-    dynamic, segments = readelf("-d", setting.shim), readelf("-l", setting.shim)
-    check("BIND_NOW" in dynamic or re.search(r"FLAGS_1.*NOW", dynamic), "lazy binding")
-    check("GNU_RELRO" in segments, "no RELRO")
-    stack = re.search(r"GNU_STACK.*?\s(R\w*)\s+0x", segments)
-    check(stack, "no GNU_STACK: the whole process's stack becomes executable")
-    check("E" not in stack.group(1), "executable stack")
-    check("TEXTREL" not in dynamic, "text relocations")
+    """What is shipped: nothing writable that need not be, no executable stack, canaries, checked library calls."""
+    for file in (setting.shim, setting.build / "cushion"):
+        dynamic, segments = readelf("-d", file), readelf("-l", file)
+        check("BIND_NOW" in dynamic and re.search(r"FLAGS_1.*NOW", dynamic), f"{file}: lazy binding")
+        check("GNU_RELRO" in segments, f"{file}: no RELRO")
+        check(file == setting.shim or re.search(r"FLAGS_1.*PIE", dynamic), f"{file}: at a fixed address")
+        stack = re.search(r"GNU_STACK.*?\s(R\w*)\s+0x", segments)
+        check(stack, f"{file}: no GNU_STACK: the whole process's stack becomes executable")
+        check("E" not in stack.group(1), f"{file}: executable stack")
+        loads = re.findall(r"LOAD .*? 0x\w+ 0x\w+ ([RWE ]+) 0x", segments)
+        check(loads and not any("W" in flags and "E" in flags for flags in loads), f"{file}: writable code: {loads}")
+        check("TEXTREL" not in dynamic, f"{file}: text relocations")
+        if not setting.sanitized:
+            symbols = readelf("--dyn-syms", file)
+            check("__stack_chk_fail" in symbols, f"{file}: no canaries")
+            check(re.search(r"__\w+_chk@", symbols.replace("__stack_chk", "")), f"{file}: no checked library calls")
     if not setting.sanitized:
-        check("STATIC_TLS" in dynamic, "thread-local state is not initial-exec")
+        check("STATIC_TLS" in readelf("-d", setting.shim), "thread-local state is not initial-exec")
+
+
+@case
+def hot_path_without_canaries(setting):
+    """The functions that every allocation and free goes through hold no arrays, and get no canaries."""
+    release_only(setting)
+    code = subprocess.run(["objdump", "-dC", "--no-show-raw-insn", setting.shim], check=True, capture_output=True,
+                          text=True).stdout
+    functions = dict(re.findall(r"^[0-9a-f]+ <(.*)>:\n((?:.+\n)*)", code, re.M))
+    hot = [name for name in functions if re.match(r"(hook_)?(cuMem(Alloc|Free)(Async)?(_v2)?(_ptsz)?|cuda(Malloc|Free)"
+                                                  r"(Async)?(_ptsz)?)$|cushion::(Runtime|Context)::(allocate|free)\b",
+                                                  name)]
+    check(len(hot) > 6, f"found only {hot}")
+    guard = re.compile(r"%fs:0x28|__stack_chk_guard")
+    check(any(guard.search(body) for body in functions.values()), "no function has a canary")
+    slow = [name for name in hot if guard.search(functions[name])]
+    check(not slow, f"canaries in {slow}")
+
+
+@case
+def secure_execution(setting):
+    """In a setuid program another user's environment decides nothing: Cushion is inert there."""
+    release_only(setting)
+    if os.geteuid() != 0:
+        raise Skip("only root can make a program setuid for another user")
+    folder = setting.scratch / "secure"
+    folder.mkdir()
+    for path in (setting.scratch, folder):
+        path.chmod(0o777)
+    for setuid in (False, True):
+        program = folder / f"program-{setuid}"
+        shutil.copy(setting.program("secure"), program)
+        program.chmod(0o4755 if setuid else 0o755)
+        driver, shim = (Path(shutil.copy(file, folder)) for file in (setting.build / "emulator" / "libcuda.so.1", setting.shim))
+        env = {"CUSHION_REPORT": str(folder / "%e.json")}
+        done = subprocess.run([program, driver, shim], env=env, capture_output=True, text=True, timeout=TIMEOUT_S,
+                              user=65534)
+        if setuid and done.stdout.startswith("secure 0"):
+            raise Skip("this file system knows no setuid programs")
+        check(done.returncode == 0 and done.stdout.endswith("\nalloc 0\n"), f"{done}")
+        check((folder / f"{program.name}.json").exists() != setuid, f"report: {not setuid} expected, {list(folder.iterdir())}")
 
 
 @case
