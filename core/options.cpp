@@ -5,6 +5,8 @@
 // microseconds and a handful of host allocations, once in a program's life; inert() allocates nothing.
 #include "core/options.h"
 
+#include <sys/auxv.h>
+
 #include <algorithm>
 #include <array>
 #include <charconv>
@@ -196,24 +198,7 @@ std::string write(const Text& text, std::string_view) { return text; }
 
 // --- what a person is told ------------------------------------------------------------------------------------
 
-// `text` fit for one line of a terminal: control and non-UTF-8 bytes escaped, the end cut off when it is long.
-std::string shown(std::string_view text) {
-  constexpr std::size_t kMost = 64;
-  constexpr char kHex[] = "0123456789abcdef";
-  std::string out;
-  for (std::string_view rest = text; !rest.empty();) {
-    if (text.size() - rest.size() >= kMost) return out + "... (" + std::to_string(text.size()) + " bytes)";
-    const auto byte = static_cast<unsigned char>(rest.front());
-    const std::size_t length = byte < 0x20 || byte == 0x7F ? 0 : utf8_length(rest);
-    if (length == 0) {
-      out += {'\\', 'x', kHex[byte >> 4], kHex[byte & 15]};
-    } else {
-      out += rest.substr(0, length);
-    }
-    rest.remove_prefix(std::max<std::size_t>(length, 1));
-  }
-  return out;
-}
+std::string shown(std::string_view text) { return std::string(Printable<64>(text).view()); }
 
 // "pool|cuda" as "pool or cuda"; a phrase stays as it is.
 std::string choices(std::string_view range) {
@@ -367,6 +352,7 @@ std::vector<std::pair<std::string, std::string>> describe(const Options& options
 }
 
 bool inert(const char* program) noexcept {
+  if (getauxval(AT_SECURE) != 0) return true;
   if (variable("CUSHION_DISABLE") == "1") return true;
   return left_out(variable("CUSHION_PROGRAMS"), program == nullptr ? std::string_view() : program);
 }

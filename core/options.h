@@ -73,8 +73,9 @@ OptionsResult read_options(const char* const* environment) noexcept;
 std::vector<std::pair<std::string, std::string>> describe(const Options& options);
 
 // Whether CUSHION_DISABLE or CUSHION_PROGRAMS make Cushion inert in the program of this short name. Allocates
-// nothing and takes no lock: it is asked inside dlsym. A bad DISABLE value does not make it inert (it is an
-// error, reported at the first allocation).
+// nothing and takes no lock: it is asked inside dlsym. It is inert too where the environment may be another user's
+// (setuid programs and the like, whom a library that is itself setuid can be preloaded into). A bad DISABLE value
+// does not make it inert (it is an error, reported at the first allocation).
 bool inert(const char* program) noexcept;
 
 // Whether CUSHION_DISABLE says to serve under a tool that checks memory accesses, too. Reads the environment alone.

@@ -13,6 +13,7 @@
 
 #include "core/format.h"
 #include "core/log.h"
+#include "core/output.h"
 #include "core/runtime.h"
 #include "core/utf8.h"
 
@@ -63,14 +64,7 @@ class Out {
 
  private:
   void flush() noexcept {
-    for (std::size_t at = 0; at < used_ && error_ == 0;) {
-      const ssize_t n = ::write(fd_, buffer_ + at, used_ - at);
-      if (n > 0) {
-        at += static_cast<std::size_t>(n);
-      } else if (n == 0 || errno != EINTR) {
-        error_ = n == 0 ? ENOSPC : errno;
-      }
-    }
+    if (error_ == 0) error_ = write_all(fd_, {buffer_, used_});
     used_ = 0;
   }
 
@@ -409,16 +403,10 @@ class Writer {
   Out& out_;
 };
 
-bool is_special_file(const char* path) noexcept {
-  struct stat s {};
-  return stat(path, &s) == 0 && !S_ISREG(s.st_mode);
-}
-
-void complain_of(const char* what, const char* path, int error) noexcept {
-  char line[800];
-  const char* reason = strerrordesc_np(error);
-  log::complain(format_into(line, "CUSHION_REPORT: {} {}: {}", what, std::string_view(path).substr(0, 500),
-                            reason != nullptr ? reason : "error"));
+void complain_of(const char* path, int error) noexcept {
+  char line[1024];
+  log::complain(
+      format_into(line, "CUSHION_REPORT: cannot write {}: {}", Printable<200>(path).view(), reason_of(error)));
 }
 
 bool make_parents(const std::string& path) {
@@ -439,57 +427,91 @@ bool written_since(const std::string& path, timespec loaded) {
   return s.st_mtim.tv_sec != loaded.tv_sec ? s.st_mtim.tv_sec > loaded.tv_sec : s.st_mtim.tv_nsec >= loaded.tv_nsec;
 }
 
-// Opens and locks path.partial: its descriptor; -1 if another live process has it, or has written the report while
-// this one was running; -2 (and errno) if it cannot be written.
-int claim(const std::string& path, timespec loaded) {
-  const std::string partial = partial_of(path);
-  for (;;) {
-    const int fd = ::open(partial.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0666);
-    if (fd < 0) return -2;
-    if (flock(fd, LOCK_EX | LOCK_NB) != 0) {
+bool is_named(int fd, const std::string& name) {
+  struct stat opened {};
+  struct stat named {};
+  return fstat(fd, &opened) == 0 && lstat(name.c_str(), &named) == 0 && opened.st_ino == named.st_ino &&
+         opened.st_dev == named.st_dev;
+}
+
+// Creates and locks `partial`: its descriptor; -1 if another live process has it, or has written the report while this
+// one was running; -2 (and errno) if it cannot be created. One that nobody holds is left over from a process that is
+// gone, or put there by somebody: it is never written to, but removed.
+int claim(const std::string& path, const std::string& partial, timespec loaded) {
+  for (int tries = 0; tries < 100; ++tries) {
+    int fd = create_file(partial.c_str());
+    const bool created = fd >= 0;
+    if (!created && errno != EEXIST) return -2;
+    if (!created) {
+      fd = ::open(partial.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY);
+      if (fd < 0 && errno == ENOENT) continue;
+      if (fd < 0 && errno == EACCES) return -1;
+      if (fd < 0 && errno != ELOOP) return -2;
+    }
+    if (fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) != 0) {
       ::close(fd);
       return -1;
     }
     // Its last owner may have renamed it between our open and our lock: then the name is another file's, or nobody's.
-    struct stat locked {};
-    struct stat named {};
-    const bool ours = fstat(fd, &locked) == 0 && stat(partial.c_str(), &named) == 0 && locked.st_ino == named.st_ino &&
-                      locked.st_dev == named.st_dev;
-    if (ours && !written_since(path, loaded)) return fd;
-    if (ours) ::unlink(partial.c_str());
-    ::close(fd);
-    if (ours) return -1;
+    const bool ours = fd < 0 || is_named(fd, partial);
+    if (created && ours && !written_since(path, loaded)) return fd;
+    const int failed = ours && ::unlink(partial.c_str()) != 0 && errno != ENOENT ? errno : 0;
+    if (fd >= 0) ::close(fd);
+    if ((created && ours) || failed == EPERM || failed == EACCES) return -1;
+    errno = failed;
+    if (failed != 0) return -2;
   }
+  errno = EEXIST;
+  return -2;
+}
+
+std::string partial_of(const std::string& path) { return path + ".partial"; }
+
+// The file that claim_report() made, opened again, or a new one if it has vanished; what else has its name is left
+// alone.
+int open_claimed(const ReportFile& file) noexcept {
+  const int fd = ::open(file.partial.c_str(), O_WRONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+  if (fd < 0) return errno == ENOENT ? create_file(file.partial.c_str()) : fd;
+  struct stat s {};
+  if (fstat(fd, &s) == 0 && s.st_dev == file.device && s.st_ino == file.inode) return fd;
+  ::close(fd);
+  errno = EEXIST;
+  return -1;
 }
 
 }  // namespace
 
-std::string partial_of(const std::string& path) { return path + ".partial"; }
-
-std::string claim_report_path(std::string path, long pid, timespec loaded) {
+ReportFile claim_report(std::string path, long pid, timespec loaded) {
+  ReportFile file;
   if (is_special_file(path.c_str())) {
-    struct stat s {};
-    if (stat(path.c_str(), &s) != 0 || !S_ISDIR(s.st_mode)) return path;
-    complain_of("cannot write", path.c_str(), EISDIR);
-    return {};
+    file.path = std::move(path);
+    return file;
   }
-  errno = 0;
-  int fd = make_parents(path) ? claim(path, loaded) : -2;
+  struct stat s {};
+  const bool folder = stat(path.c_str(), &s) == 0 && S_ISDIR(s.st_mode);
+  errno = folder ? EISDIR : 0;
+  int fd = !folder && make_parents(path) ? claim(path, partial_of(path), loaded) : -2;
   if (fd == -1) {
     path += fmt::format(".{}", pid);
-    fd = claim(path, loaded);
+    fd = claim(path, partial_of(path), loaded);
+    if (fd == -1) errno = EEXIST;
   }
-  if (fd < 0) {
-    complain_of("cannot write", path.c_str(), errno);
+  if (fd < 0 || fstat(fd, &s) != 0) {
+    complain_of(path.c_str(), errno);
     return {};
   }
   // The descriptor only holds the lock, until the process ends: the program may close it and reuse its number, so
   // nothing is ever written to it.
-  return path;
+  file.partial = partial_of(path);
+  file.path = std::move(path);
+  file.device = s.st_dev;
+  file.inode = s.st_ino;
+  return file;
 }
 
 void write_report(Runtime& runtime, const char* how, Patience patience) noexcept {
-  const char* path = runtime.program().report_path.c_str();
+  const ReportFile& file = runtime.program().report;
+  const char* path = file.path.c_str();
   if (*path == '\0') {
     if (runtime.options().track == TrackLevel::off || !runtime.options().report.empty()) return;
     Out out(STDERR_FILENO);
@@ -497,10 +519,8 @@ void write_report(Runtime& runtime, const char* how, Patience patience) noexcept
     out.finish();
     return;
   }
-  const bool special = is_special_file(path);
-  const char* partial = runtime.program().partial_path.c_str();
-  const char* target = special ? path : partial;
-  const int fd = ::open(target, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | (special ? 0 : O_NOFOLLOW), 0666);
+  const bool special = file.partial.empty();
+  const int fd = special ? open_special(path) : open_claimed(file);
   int error = fd < 0 ? errno : 0;
   if (fd >= 0) {
     Out out(fd);
@@ -509,11 +529,11 @@ void write_report(Runtime& runtime, const char* how, Patience patience) noexcept
     error = out.finish();
     if (::close(fd) != 0 && error == 0) error = errno;
     if (!special) {
-      if (error == 0 && ::rename(partial, path) != 0) error = errno;
-      if (error != 0) ::unlink(partial);
+      if (error == 0 && ::rename(file.partial.c_str(), path) != 0) error = errno;
+      if (error != 0) ::unlink(file.partial.c_str());
     }
   }
-  if (error != 0) complain_of("cannot write", path, error);
+  if (error != 0) complain_of(path, error);
 }
 
 }  // namespace cushion

@@ -5,6 +5,8 @@
 // nothing (its scratch comes from mmap), uses little stack, and waits for a lock only as long as `Patience` says.
 #pragma once
 
+#include <sys/types.h>
+
 #include <ctime>
 #include <string>
 
@@ -14,14 +16,19 @@ namespace cushion {
 
 class Runtime;
 
-// Where the report at `path` is written until it is whole.
-std::string partial_of(const std::string& path);
+// Where the report goes. An empty path: to stderr, or nowhere. An empty partial: straight to the path.
+struct ReportFile {
+  std::string path;
+  std::string partial;  // where it is written until it is whole, and which file that is
+  dev_t device = 0;
+  ino_t inode = 0;
+};
 
 // Reserves the report's path for this process while it lives: creates its directories and `PATH.partial`, which the
-// report is written to before it is renamed. If another live process has it, or another has written it since this one
-// was `loaded`, the pid is appended. If it cannot be written, complains once and returns an empty path. A path that
-// exists and is no regular file is taken as it is.
-std::string claim_report_path(std::string path, long pid, timespec loaded);
+// report is written to before it is renamed. If another process has it, or has written it since this one was `loaded`,
+// the pid is appended. If it cannot be written, complains once and returns an empty path. A path that is a device or a
+// pipe is taken as it is.
+ReportFile claim_report(std::string path, long pid, timespec loaded);
 
 // Writes the report where the options want it; nothing if they want none.
 void write_report(Runtime& runtime, const char* how, Patience patience) noexcept;

@@ -79,9 +79,8 @@ bool Runtime::start(const char* const* environment, const char* program, const L
 
   log::open(options().log_level, expand_path(options().log_file, about->pid, about->host, about->name));
   if (!options().report.empty()) {
-    about->report_path =
-        claim_report_path(expand_path(options().report, about->pid, about->host, about->name), about->pid, loaded.wall);
-    about->partial_path = partial_of(about->report_path);
+    about->report =
+        claim_report(expand_path(options().report, about->pid, about->host, about->name), about->pid, loaded.wall);
   }
   std::vector<CUcontext> accessors;
   {

@@ -16,6 +16,7 @@
 
 #include "core/context.h"
 #include "core/patience.h"
+#include "core/report.h"
 #include "core/shared.h"
 
 namespace cushion {
@@ -138,8 +139,7 @@ class Runtime {
     long pid = 0;
     LoadTime loaded;
     std::vector<std::pair<std::string, std::string>> options;
-    std::string report_path;   // where the report goes; empty: stderr, or nowhere
-    std::string partial_path;  // where it is written until it is whole
+    ReportFile report;
   };
   const Program& program() const noexcept { return *program_; }
 

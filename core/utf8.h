@@ -1,7 +1,9 @@
-// utf8_length: how much of a text is well-formed UTF-8, for whoever shows bytes of unknown origin. Allocates nothing.
+// Bytes of unknown origin, shown: how much of a text is well-formed UTF-8, and a text made fit for a line of a
+// terminal. Allocates nothing.
 #pragma once
 
 #include <algorithm>
+#include <charconv>
 #include <cstddef>
 #include <string_view>
 
@@ -24,5 +26,39 @@ inline std::size_t utf8_length(std::string_view text) noexcept {
   const bool outside = (lead == 0xED && byte(1) > 0x9F) || (lead == 0xF4 && byte(1) > 0x8F);
   return overlong || outside ? 0 : length;
 }
+
+// `text` in one line: control and non-UTF-8 bytes escaped, and what is longer than `Most` bytes cut off, its length
+// said.
+template <std::size_t Most>
+class Printable {
+ public:
+  explicit Printable(std::string_view text) noexcept {
+    constexpr char kHex[] = "0123456789abcdef";
+    for (std::string_view rest = text; !rest.empty();) {
+      if (text.size() - rest.size() >= Most) {
+        add("... (");
+        size_ = static_cast<std::size_t>(std::to_chars(text_ + size_, text_ + sizeof text_, text.size()).ptr - text_);
+        add(" bytes)");
+        return;
+      }
+      const auto byte = static_cast<unsigned char>(rest.front());
+      const std::size_t length = byte < 0x20 || byte == 0x7F ? 0 : utf8_length(rest);
+      if (length == 0) {
+        const char escaped[] = {'\\', 'x', kHex[byte >> 4], kHex[byte & 15]};
+        add({escaped, sizeof escaped});
+      } else {
+        add(rest.substr(0, length));
+      }
+      rest.remove_prefix(std::max<std::size_t>(length, 1));
+    }
+  }
+  std::string_view view() const noexcept { return {text_, size_}; }
+
+ private:
+  void add(std::string_view part) noexcept { size_ += part.copy(text_ + size_, sizeof text_ - size_); }
+
+  std::size_t size_ = 0;
+  char text_[4 * Most + 40];
+};
 
 }  // namespace cushion

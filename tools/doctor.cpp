@@ -16,12 +16,12 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <sstream>
 #include <string_view>
 
 #include "core/options.h"
 #include "tools/elf_file.h"
 #include "tools/launch.h"
+#include "tools/script.h"
 
 extern char** environ;
 
@@ -64,22 +64,12 @@ std::string machine_name(unsigned machine, int bits) {
   }
 }
 
-// The interpreter a script's first line names, `env` looked through; empty if the file is no script.
+// The interpreter a script's first line names; empty if the file is no script.
 std::string script_interpreter(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   std::array<char, 256> head{};  // as much as the kernel looks at
   file.read(head.data(), head.size());
-  std::string line(head.data(), static_cast<std::size_t>(file.gcount()));
-  if (!line.starts_with("#!")) return {};
-  line.resize(std::min(line.find('\n'), line.size()));
-  std::istringstream words(line.substr(2));
-  std::string word;
-  words >> word;
-  if (std::filesystem::path(word).filename() != "env") return word;
-  while (words >> word) {
-    if (!word.starts_with('-') && word.find('=') == std::string::npos) return word;
-  }
-  return {};
+  return interpreter_of({head.data(), static_cast<std::size_t>(file.gcount())});
 }
 
 // The ELF file that is in the end executed for `program`: scripts lead on to their interpreters.

@@ -125,9 +125,10 @@ bool has_static_runtime(Elf* elf) {
 
 ElfFile read_elf(const std::string& path) {
   ElfFile file;
-  const auto unreadable = [&file](std::string why) {
-    file.problem = std::move(why);
-    return file;
+  const auto unreadable = [](std::string why) {
+    ElfFile nothing;
+    nothing.problem = std::move(why);
+    return nothing;
   };
   if (elf_version(EV_CURRENT) == EV_NONE) return unreadable("libelf is older than its headers");
   const Descriptor input(open(path.c_str(), O_RDONLY | O_CLOEXEC));

@@ -106,6 +106,13 @@ toolkit_from_pypi() {
 cushion_groups=(build)
 [ "${1:-}" != check ] || cushion_groups+=(check)
 install_groups "${cushion_groups[@]}"
+# libFuzzer comes in a package that is named for clang's version.
+if [ "${1:-}" = check ] &&
+  ! echo 'extern "C" int LLVMFuzzerTestOneInput() { return 0; }' | clang++ -fsanitize=fuzzer -x c++ - -o /dev/null 2>/dev/null; then
+  cushion_fuzzer=libclang-rt-$(clang++ -dumpversion | cut -d . -f 1)-dev
+  say "installs $cushion_fuzzer: CI fuzzes with it"
+  apt_install "$cushion_fuzzer"
+fi
 if ! cushion_toolkit=$(find_toolkit); then
   toolkit_from_apt || toolkit_from_pypi
   cushion_toolkit=$(find_toolkit) || die "found no CUDA Toolkit after installing one; set CUDAToolkit_ROOT to one of 12.5 or later"

@@ -3,7 +3,7 @@
 # CMakePresets.json (release if none is named). GPU tests print SKIP where there is no GPU.
 #
 # With CI=true and no preset named it is the whole of CI: formatting, clang-tidy, then the tests under
-# AddressSanitizer and ThreadSanitizer, and the release build's last. Stops at the first failure.
+# AddressSanitizer and ThreadSanitizer, the fuzz targets for a few seconds each, and the release build's tests last. Stops at the first failure.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -23,7 +23,7 @@ done
 checks=
 if [ ${#presets[@]} -eq 0 ]; then
   presets=(release)
-  [ "${CI:-}" != true ] || checks=check presets=(asan tsan release)
+  [ "${CI:-}" != true ] || checks=check presets=(asan tsan fuzz release)
 fi
 
 . tools/setup.sh "$checks"

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Runs GPU programs with Cushion preloaded under compute-sanitizer's memcheck, which must find nothing: as a user would,
-when Cushion steps aside and says so, and with CUSHION_DISABLE=0, when it serves. First memcheck is shown to work: it
-must find the invalid access of the scenario that makes one.
+"""Runs GPU programs with Cushion preloaded under compute-sanitizer's memcheck, which must find nothing: as a user
+would, when Cushion steps aside and says so, and with CUSHION_DISABLE=0, when it serves. First memcheck is shown to work:
+it must find the invalid access of the scenario that makes one.
 
     sanitizer.py BUILD_DIR [--jobs N] [--only PATTERN]
 
@@ -59,8 +59,8 @@ def execute(sanitizer, build, command, **options):
         report = Path(scratch) / "report.json"
         env.update(LD_PRELOAD=str(build / "libcushion.so"), CUSHION_REPORT=str(report), **options)
         try:
-            run = subprocess.run([sanitizer, "--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "99",
-                                  *command], env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            run = subprocess.run([sanitizer, "--tool", "memcheck", "--report-api-errors", "no",
+                                  "--error-exitcode", "99", *command], env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                  stderr=subprocess.STDOUT, text=True, errors="replace", timeout=TIMEOUT)
             code, output = run.returncode, run.stdout
         except subprocess.TimeoutExpired as late:

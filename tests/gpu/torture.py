@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Runs the torture program on a real GPU: natively for a short while, then under Cushion with every allocator and every
-way to free, and with the pool under pressure. No byte may be wrong, no thread may hang, no block may be left at the end.
+way to free, and with the pool under pressure. No byte may be wrong, no thread may hang, no block may be left over.
 
     torture.py BUILD_DIR [--seconds S] [--json OUT] [--only PATTERN] [-- OPTIONS OF THE PROGRAM]
 

@@ -17,6 +17,7 @@ import pty
 import re
 import resource
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -238,15 +239,65 @@ def needed(setting):
 
 @case
 def hardened(setting):
-    dynamic, segments = readelf("-d", setting.shim), readelf("-l", setting.shim)
-    check("BIND_NOW" in dynamic or re.search(r"FLAGS_1.*NOW", dynamic), "lazy binding")
-    check("GNU_RELRO" in segments, "no RELRO")
-    stack = re.search(r"GNU_STACK.*?\s(R\w*)\s+0x", segments)
-    check(stack, "no GNU_STACK: the whole process's stack becomes executable")
-    check("E" not in stack.group(1), "executable stack")
-    check("TEXTREL" not in dynamic, "text relocations")
+    """What is shipped: nothing writable that need not be, no executable stack, canaries, checked library calls."""
+    for file in (setting.shim, setting.build / "cushion"):
+        dynamic, segments = readelf("-d", file), readelf("-l", file)
+        check("BIND_NOW" in dynamic and re.search(r"FLAGS_1.*NOW", dynamic), f"{file}: lazy binding")
+        check("GNU_RELRO" in segments, f"{file}: no RELRO")
+        check(file == setting.shim or re.search(r"FLAGS_1.*PIE", dynamic), f"{file}: at a fixed address")
+        stack = re.search(r"GNU_STACK.*?\s(R\w*)\s+0x", segments)
+        check(stack, f"{file}: no GNU_STACK: the whole process's stack becomes executable")
+        check("E" not in stack.group(1), f"{file}: executable stack")
+        loads = re.findall(r"LOAD .*? 0x\w+ 0x\w+ ([RWE ]+) 0x", segments)
+        check(loads and not any("W" in flags and "E" in flags for flags in loads), f"{file}: writable code: {loads}")
+        check("TEXTREL" not in dynamic, f"{file}: text relocations")
+        if not setting.sanitized:
+            symbols = readelf("--dyn-syms", file)
+            check("__stack_chk_fail" in symbols, f"{file}: no canaries")
+            check(re.search(r"__\w+_chk@", symbols.replace("__stack_chk", "")), f"{file}: no checked library calls")
     if not setting.sanitized:
-        check("STATIC_TLS" in dynamic, "thread-local state is not initial-exec")
+        check("STATIC_TLS" in readelf("-d", setting.shim), "thread-local state is not initial-exec")
+
+
+@case
+def hot_path_without_canaries(setting):
+    """The functions that every allocation and free goes through hold no arrays, and get no canaries."""
+    release_only(setting)
+    code = subprocess.run(["objdump", "-dC", "--no-show-raw-insn", setting.shim], check=True, capture_output=True,
+                          text=True).stdout
+    functions = dict(re.findall(r"^[0-9a-f]+ <(.*)>:\n((?:.+\n)*)", code, re.M))
+    hot = [name for name in functions if re.match(r"(hook_)?(cuMem(Alloc|Free)(Async)?(_v2)?(_ptsz)?|cuda(Malloc|Free)"
+                                                  r"(Async)?(_ptsz)?)$|cushion::(Runtime|Context)::(allocate|free)\b",
+                                                  name)]
+    check(len(hot) > 6, f"found only {hot}")
+    guard = re.compile(r"%fs:0x28|__stack_chk_guard")
+    check(any(guard.search(body) for body in functions.values()), "no function has a canary")
+    slow = [name for name in hot if guard.search(functions[name])]
+    check(not slow, f"canaries in {slow}")
+
+
+@case
+def secure_execution(setting):
+    """In a setuid program another user's environment decides nothing: Cushion is inert there."""
+    release_only(setting)
+    if os.geteuid() != 0:
+        raise Skip("only root can make a program setuid for another user")
+    folder = setting.scratch / "secure"
+    folder.mkdir()
+    for path in (setting.scratch, folder):
+        path.chmod(0o777)
+    for setuid in (False, True):
+        program = folder / f"program-{setuid}"
+        shutil.copy(setting.program("secure"), program)
+        program.chmod(0o4755 if setuid else 0o755)
+        driver, shim = (Path(shutil.copy(file, folder)) for file in (setting.build / "emulator" / "libcuda.so.1", setting.shim))
+        env = {"CUSHION_REPORT": str(folder / "%e.json")}
+        done = subprocess.run([program, driver, shim], env=env, capture_output=True, text=True, timeout=TIMEOUT_S,
+                              user=65534)
+        if setuid and done.stdout.startswith("secure 0"):
+            raise Skip("this file system knows no setuid programs")
+        check(done.returncode == 0 and done.stdout.endswith("\nalloc 0\n"), f"{done}")
+        check((folder / f"{program.name}.json").exists() != setuid, f"report: {not setuid} expected, {list(folder.iterdir())}")
 
 
 @case
@@ -393,15 +444,183 @@ def unknown_names(setting):
 
 
 @case
+def every_option_bad(setting):
+    """Every option, with values that are no values: one short line that names the option and its valid words, and the
+    program is as natively. Texts (paths, patterns) are taken as they are."""
+    table = subprocess.run([setting.build / "cushion", "options", "--markdown"], check=True, capture_output=True,
+                           text=True).stdout
+    options = re.findall(r"^\| `(CUSHION_\w+)` \| (\S+) \| (.*?[^\\]) \|", table, re.M)
+    check(len(options) > 10, f"the launcher prints no table: {table}")
+    native = setting.native([setting.program("route_dlsym")])
+    # The kernel takes 128 KiB as the longest variable; unit tests go to 1 MiB.
+    values = {"empty": "", "negative": "-1", "overflowing": "99999999999999999999999", "not UTF-8": "\udcff\udc80\x1b[2J",
+              "long": "x" * 130000}
+    for name, default, words in options:
+        is_text = "pattern" in words
+        for kind, value in values.items():
+            extra = {"CUSHION_LOG_LEVEL": "error"} if name == "CUSHION_LOG_FILE" else {}
+            result = setting.cushioned([setting.program("route_dlsym")], **{name: value, **extra})
+            same(native, result)
+            about = f"{name} {kind}: {result.err!r}"
+            refused = (kind == "long" and name != "CUSHION_PROGRAMS") if is_text else True
+            if not refused:
+                check(result.err == "", about)
+                continue
+            one_line(result, name, *(words.replace("\\|", "|").split("|") if "\\|" in words and not is_text else ()))
+            check(len(result.err) < 1024 and result.err.strip().isprintable(), about)
+            check(is_text or not result.reports, f"{about}: served all the same")
+
+
+@case
 def report_unwritable(setting):
     """A report that cannot be written: one line that names the file; output and exit code stay the program's."""
     program = [setting.program("process"), "allocate"]
     native = setting.native(program)
     (setting.scratch / "file").write_text("not a folder")
-    for path in (setting.scratch / "file" / "report.json", setting.scratch, Path("/dev/full")):
+    os.mkfifo(setting.scratch / "fifo")  # that nobody reads
+    (setting.scratch / "taken.json.partial").mkdir()
+    for path in (setting.scratch / "file" / "report.json", setting.scratch, Path("/dev/full"), Path("/dev/nowhere"),
+                 setting.scratch / "fifo", setting.scratch / "taken.json"):
         result = setting.cushioned(program, CUSHION_REPORT=path)
         same(native, result)
         one_line(result, str(path))
+
+
+def under_limits(setting, command, prepare, stderr=subprocess.PIPE, **options):
+    """Runs `command` under the preload in a process that `prepare` has changed first."""
+    env = {"PATH": os.environ["PATH"], "LD_PRELOAD": str(setting.shim), "ASAN_OPTIONS": "verify_asan_link_order=0",
+           "LD_LIBRARY_PATH": str(setting.build / "emulator"), **{name: str(value) for name, value in options.items()}}
+    done = subprocess.run([str(part) for part in command], env=env, cwd=setting.scratch, stdin=subprocess.DEVNULL,
+                          stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=TIMEOUT_S, preexec_fn=prepare)
+    return Result(done.returncode, done.stdout, done.stderr or "", [])
+
+
+@case
+def report_full(setting):
+    """A file that may not grow (where writing raises SIGXFSZ): one line, nothing left over."""
+    release_only(setting)
+    program = [setting.program("process"), "allocate"]
+    path = setting.scratch / "report.json"
+    result = under_limits(setting, program, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (512, 512)),
+                          CUSHION_REPORT=path)
+    same(setting.native(program), result)
+    one_line(result, str(path), "File too large")
+    check(not list(setting.scratch.glob("report.json*")), f"left over: {list(setting.scratch.glob('report.json*'))}")
+
+
+@case
+def report_to_closed_pipe(setting):
+    """stderr whose reader is gone: writing the report or a complaint there does not end the program (SIGPIPE)."""
+    release_only(setting)
+    program = [setting.program("process"), "allocate"]
+    native = setting.native(program)
+    for options in ({"CUSHION_TRACK": "on"}, {"CUSHION_ALLOCATOR": "nonsense"}, {"CUSHION_LOG_LEVEL": "trace"}):
+        reader, writer = os.pipe()
+        os.close(reader)
+        result = under_limits(setting, program, lambda: signal.signal(signal.SIGPIPE, signal.SIG_DFL), stderr=writer,
+                              **options)
+        os.close(writer)
+        same(native, result)
+
+
+@case
+def report_mode(setting):
+    """The umask decides who may read the report and the log, as for any file of the program's."""
+    program = [setting.program("process"), "allocate"]
+    for mask in (0o022, 0o077):
+        path, log = setting.scratch / f"report-{mask:o}.json", setting.scratch / f"log-{mask:o}.txt"
+        under_limits(setting, program, lambda: os.umask(mask), CUSHION_REPORT=path, CUSHION_LOG_FILE=log,
+                     CUSHION_LOG_LEVEL="info")
+        for file in (path, log):
+            check(file.stat().st_mode & 0o7777 == 0o666 & ~mask, f"{file}: mode {file.stat().st_mode:o}")
+
+
+@case
+def files_of_others(setting):
+    """What somebody put where the report or the log is to go: it is never written to or through, nor waited for."""
+    program = [setting.program("process"), "allocate"]
+    native = setting.native(program)
+    victim = setting.scratch / "victim"
+    report, partial = setting.scratch / "report.json", setting.scratch / "report.json.partial"
+    victim.write_text("precious")
+    os.utime(victim, (0, 0))  # a report that is younger than the process is another process's, and is kept
+    for place in (report, partial):
+        for put in (os.symlink, os.link, lambda _, at: os.symlink("/nowhere", at),
+                    *([lambda _, at: os.mkfifo(at)] if place == partial else [])):
+            put(victim, place)
+            result = setting.cushioned(program, CUSHION_REPORT=report)
+            same(native, result)
+            check(result.err == "" and json.loads(report.read_text())["schema"] == "cushion-report", f"{result.err!r}")
+            check(not report.is_symlink() and victim.read_text() == "precious", f"written through {place}")
+            check(not os.path.lexists(partial), "left its partial file")
+            report.unlink()
+    log = setting.scratch / "log.txt"
+    for put, why in ((os.symlink, "symbolic link"), (os.link, "not permitted"), (lambda _, at: os.mkfifo(at), "reads")):
+        put(victim, log)
+        result = setting.cushioned(program, CUSHION_LOG_FILE=log, CUSHION_LOG_LEVEL="error")
+        same(native, result)
+        one_line(result, "CUSHION_LOG_FILE", str(log), why)
+        check(victim.read_text() == "precious", "the log was written through a link")
+        log.unlink()
+    log.write_text("before\n")
+    same(native, setting.cushioned(program, CUSHION_LOG_FILE=log, CUSHION_LOG_LEVEL="debug"))
+    check(log.read_text().startswith("before\n") and log.read_text().count("\n") > 1, "the log is not appended to")
+
+
+@case
+def report_read_by_others(setting):
+    """A pipe with a reader gets the report; /dev/stdout gets it among the program's own output and stays what it is."""
+    program = [setting.program("process"), "allocate"]
+    native = setting.native(program)
+    pipe = setting.scratch / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    same(native, setting.cushioned(program, CUSHION_REPORT=pipe))
+    check(json.loads(os.read(reader, 1 << 20))["schema"] == "cushion-report", "no report in the pipe")
+    os.close(reader)
+    check(os.path.islink("/dev/stdout") and not os.path.lexists("/dev/stdout.partial"), "/dev/stdout was no link before")
+    with open(setting.scratch / "out", "w+") as out:
+        env = {"LD_PRELOAD": str(setting.shim), "LD_LIBRARY_PATH": str(setting.build / "emulator"),
+               "CUSHION_REPORT": "/dev/stdout", "ASAN_OPTIONS": "verify_asan_link_order=0:detect_leaks=0"}
+        done = subprocess.run(program, env=env, stdout=out, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_S)
+        out.seek(0)
+        text = out.read()
+    check((done.returncode, done.stderr) == (native.code, ""), f"{done}")
+    start = text.index('{\n  "schema"')
+    report, length = json.JSONDecoder().raw_decode(text[start:])
+    check(report["calls"]["served"] > 0, f"no report: {report}")
+    check(text[:start] + text[start + length + 1:] == native.out, f"the program's own output is not whole: {text!r}")
+    check(os.path.islink("/dev/stdout") and not os.path.lexists("/dev/stdout.partial"), "/dev/stdout was replaced")
+
+
+@case
+def report_vanished(setting):
+    """Its folder, or the file that it is written to, is gone when the program ends: one line, or a new file."""
+    folder = setting.scratch / "gone"
+    path, partial = folder / "report.json", folder / "report.json.partial"
+
+    def replaced():
+        partial.unlink()
+        partial.write_text("another's")
+
+    for change, says in ((lambda: shutil.rmtree(folder), "No such file"), (replaced, "File exists"),
+                         (partial.unlink, "")):
+        env = {"LD_PRELOAD": str(setting.shim), "LD_LIBRARY_PATH": str(setting.build / "emulator"),
+               "CUSHION_REPORT": str(path), "ASAN_OPTIONS": "verify_asan_link_order=0:detect_leaks=0"}
+        program = subprocess.Popen([setting.program("process"), "wait_for_signal"], env=env, stdout=subprocess.PIPE,
+                                   stderr=subprocess.PIPE, text=True)
+        while (line := program.stdout.readline()) != "ready\n":
+            check(line != "", "it does not begin")
+        change()
+        program.terminate()
+        _, err = program.communicate(timeout=TIMEOUT_S)
+        check(program.returncode == -signal.SIGTERM, f"ended with {program.returncode}")
+        if says:
+            one_line(Result(0, "", err, []), str(path), says)
+            check(not path.exists(), "a report where none can be")
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            check(err == "" and path.exists(), f"{err!r}")
 
 
 @case

@@ -73,6 +73,43 @@ TEST(Options, ABadWordNamesItselfAndTheValidOnes) {
   EXPECT_THAT(read({"CUSHION_ALLOCATOR=pool|cuda", "CUSHION_FREE=sync "}).errors, SizeIs(2));
 }
 
+// Every option of the table, so that a new one is covered too. A text is anything; all others refuse what is no value,
+// in one short printable line that names the option, what was given (its first bytes) and the valid values.
+TEST(Options, WhatIsNoValueIsRefusedByEveryOption) {
+  const std::string huge(1 << 20, 'x');
+  const std::string nines(1 << 20, '9');
+  for (const OptionInfo& option : option_table()) {
+    const bool is_text = std::string_view(option.range).find("pattern") != std::string_view::npos;
+    for (const std::string& value :
+         {std::string(), std::string(" "), std::string("-1"), std::string("+1"), std::string("18446744073709551616"),
+          std::string("99999999999999999999999h"), std::string("1e400"), std::string("\xff\xfe\x80"),
+          std::string("a\nb\x1b[2J"), std::string("%s%n"), huge, nines}) {
+      const std::string entry = std::string("CUSHION_") + option.name + "=" + value;
+      const OptionsResult result = read({entry.c_str()});
+      EXPECT_THAT(result.warnings, IsEmpty());
+      if (is_text) {
+        EXPECT_THAT(result.errors, IsEmpty());
+        EXPECT_THAT(describe(result.options), Contains(Pair(option.name, value)));
+        continue;
+      }
+      ASSERT_THAT(result.errors, SizeIs(1)) << option.name << " takes " << value.substr(0, 40);
+      const std::string& line = result.errors.front();
+      EXPECT_LT(line.size(), 400U);
+      EXPECT_THAT(line, ::testing::StartsWith(std::string("CUSHION_") + option.name + "="));
+      EXPECT_THAT(line, HasSubstr(" is not valid: use "));
+      const bool shown_as_it_is = value.size() < 40 && value.find_first_of("\n\xff") == std::string::npos;
+      EXPECT_THAT(line, HasSubstr(shown_as_it_is ? value : std::string()));
+      std::string_view range = option.range;
+      while (!range.empty()) {
+        const std::string word(range.substr(0, range.find('|')));
+        EXPECT_THAT(line, HasSubstr(word));
+        range.remove_prefix(std::min(word.size() + 1, range.size()));
+      }
+      for (const char c : line) EXPECT_FALSE(static_cast<unsigned char>(c) < 0x20 || c == 0x7F);
+    }
+  }
+}
+
 TEST(Options, OfANameGivenTwiceTheFirstCounts) {
   EXPECT_EQ(valid({"CUSHION_FREE=deferred", "CUSHION_FREE=sync"}).free, FreeMode::deferred);
 }
