@@ -163,6 +163,7 @@ void Runtime::look_at_order(CUdevice device, bool another) noexcept {
   const Driver& driver = shared_.driver;
   driver.call(driver.cuDeviceGetAttribute, &pageable, CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS, device);
   if (pageable != 0) end_order("pageable memory access");
+  if (driver.cuCtxRecordEvent == nullptr) end_order("a driver before 12.5");
   if (another) end_order("a second context");
   if (options().init != InitMode::none) end_order("CUSHION_INIT");  // its fills have a stream of their own
 }
