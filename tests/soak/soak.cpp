@@ -31,7 +31,7 @@ using harness::driver;
 
 constexpr std::size_t kMiB = std::size_t{1} << 20;
 constexpr std::size_t kMaxSize = 96 * kMiB;  // of the pool: less than is asked for at times
-constexpr double kGrowth = 3;  // MiB, after a quarter of the run
+constexpr double kGrowth = 6;  // MiB, after a quarter of the run
 constexpr int kRounds = 20;
 constexpr int kWarmRounds = 5;
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
