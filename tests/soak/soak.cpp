@@ -31,7 +31,7 @@ using harness::driver;
 
 constexpr std::size_t kMiB = std::size_t{1} << 20;
 constexpr std::size_t kMaxSize = 96 * kMiB;  // of the pool: less than is asked for at times
-constexpr double kGrowth = 6;  // MiB, after a quarter of the run
+constexpr double kGrowth = 3;                // MiB, after a quarter of the run
 constexpr int kRounds = 20;
 constexpr int kWarmRounds = 5;
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
@@ -306,13 +306,15 @@ int watch(const std::vector<std::string>& command) {
   const std::filesystem::path program = std::filesystem::read_symlink("/proc/self/exe");
   const std::filesystem::path build = program.parent_path().parent_path().parent_path();
   const std::filesystem::path report = std::filesystem::temp_directory_path() / ("soak." + std::to_string(getpid()));
-  const harness::ChildResult child = harness::RunProgram(command, {{"SOAK_REPORT", report},
-                                                                   {"CUSHION_REPORT", report},
-                                                                   {"CUSHION_MAX_SIZE", std::to_string(kMaxSize)},
+  const harness::ChildResult child = harness::RunProgram(
+      command, {{"SOAK_REPORT", report},
+                {"CUSHION_REPORT", report},
+                {"CUSHION_MAX_SIZE", std::to_string(kMaxSize)},
                 {"CUSHION_INITIAL_SIZE", std::to_string(kMaxSize)},
-                                                                   {"LD_PRELOAD", build / "libcushion.so"},
-                                                                   {"LD_LIBRARY_PATH", build / "emulator"},
-                                                                   {"EMU_MEMORY", "1G"}});
+                {"LD_PRELOAD", build / "libcushion.so"},
+                {"LD_LIBRARY_PATH", build / "emulator"},
+                {"EMU_MEMORY", "1G"},
+                {"MALLOC_ARENA_MAX", "1"}});  // else each thread's own arena keeps what it freed, more and more
   const nlohmann::json said = nlohmann::json::parse(child.output, nullptr, false);
   std::ifstream file(report);
   const nlohmann::json known = nlohmann::json::parse(file, nullptr, false);
