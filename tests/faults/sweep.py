@@ -38,7 +38,8 @@ LIMIT_S = 30        # a run takes 0.02 s
 OUT_OF_MEMORY, PLAIN, STICKY = 2, 999, 700
 CODES = {OUT_OF_MEMORY, PLAIN, STICKY}
 WITHOUT_CONTEXT = ("cuDriverGetVersion", "cuDevicePrimaryCtxRetain")  # they are no place to learn of a broken one
-COMMON = {"EMU_MEMORY": "128M", "CUSHION_MAX_SIZE": "32MiB", "CUSHION_SEGMENT_SIZE": "2MiB", "CUSHION_OOM_WAIT": "100ms"}
+COMMON = {"EMU_MEMORY": "128M", "CUSHION_MAX_SIZE": "32MiB", "CUSHION_SEGMENT_SIZE": "2MiB"}
+PATIENCE, LASTING_PATIENCE = "2s", "50ms"  # OOM_WAIT: for a busy machine; where no answer comes, no longer than needed
 SETTINGS = {
     "pool": {},
     "deferred": {"CUSHION_FREE": "deferred"},
@@ -70,8 +71,8 @@ class Plan:
         self.function, call, code = text.split(":")
         self.lasts = call.endswith("+")
         self.code = int(code)
-        # A capture in a broken context cannot be ended, and then refuses the thread's other calls. Memory that cannot be
-        # freed, or is not known to be free, is missed elsewhere.
+        # A capture in a broken context cannot be ended, and then refuses the thread's other calls. Memory that cannot
+        # be freed, or is not known to be free, is missed elsewhere.
         self.answers = {code, "900", "901", "2"} if self.code == STICKY else {code, "2"} if self.lasts else {code}
 
 
@@ -263,7 +264,9 @@ def in_turn(points):
 
 
 def variables_of(setting, plan):
-    return SETTINGS[setting] | ({"EMU_FAIL": plan.text} if plan is not None else {})
+    patience = LASTING_PATIENCE if plan is not None and plan.lasts else PATIENCE
+    fault = {"EMU_FAIL": plan.text} if plan is not None else {}
+    return {"CUSHION_OOM_WAIT": patience} | SETTINGS[setting] | fault
 
 
 class Sweep:
@@ -318,7 +321,7 @@ def work(build, folder, todo, sweep, deadline):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Fails every driver call that Cushion makes, over the emulated driver.")
+    parser = argparse.ArgumentParser(description="Fails every driver call that Cushion makes (emulated driver only).")
     parser.add_argument("build", type=Path, help="the build directory")
     parser.add_argument("--seconds", type=float, default=45, help="time for the points (default: 45)")
     parser.add_argument("--full", action="store_true", help="all points, however long it takes")
