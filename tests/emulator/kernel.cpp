@@ -72,6 +72,19 @@ void k_wait_flag(const Machine& machine, volatile std::uint32_t* flag, std::uint
   }
 }
 
+// Emulator only, for programs that check order (stepped_api.h): calls a function of the program's.
+void k_call(const Machine&, void (*function)(void*), void* data) { function(data); }
+
+// Spins until a word of the program's is not 0; stepped mode runs it when it is.
+void k_spin(const Machine&, volatile std::uint32_t*) {}
+
+// Whether a kernel that spins would end, with its arguments.
+std::function<bool()> FlagIsSet(void** arguments) {
+  const volatile std::uint32_t* flag;
+  std::memcpy(&flag, arguments[0], sizeof flag);
+  return [flag] { return __atomic_load_n(flag, __ATOMIC_ACQUIRE) != 0; };
+}
+
 template <auto Run, class... Arguments>
 Work Bind(void (*)(const Machine&, Arguments...), const ContextPtr& context, void** arguments) {
   std::size_t next = 0;
@@ -91,6 +104,7 @@ Work Launch(const ContextPtr& context, void** arguments) {
 struct Named {
   std::string_view name;
   Kernel kernel;
+  std::function<bool()> (*ready)(void** arguments) = nullptr;  // task.h
 };
 
 constexpr std::array kKernels{
@@ -99,7 +113,9 @@ constexpr std::array kKernels{
     Named{"k_fill_hold_check", Launch<k_fill_hold_check>},
     Named{"k_check", Launch<k_check>},
     Named{"k_copy", Launch<k_copy>},
-    Named{"k_wait_flag", Launch<k_wait_flag>},
+    Named{"k_wait_flag", Launch<k_wait_flag>, FlagIsSet},
+    Named{"k_call", Launch<k_call>},
+    Named{"k_spin", Launch<k_spin>, FlagIsSet},
 };
 
 const Named* KernelOf(CUfunction function) {
@@ -154,7 +170,8 @@ CUresult LaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, uns
   Require(grid_x > 0 && grid_y > 0 && grid_z > 0 && block_x > 0 && block_y > 0 && block_z > 0);
   Require(arguments != nullptr && extra == nullptr);  // arguments as one buffer are not emulated
   const StreamPtr stream = StreamOf(handle);
-  Issue(*stream, named->kernel(stream->context, arguments));
+  Issue(*stream, named->kernel(stream->context, arguments),
+        named->ready != nullptr ? named->ready(arguments) : std::function<bool()>{});
   return CUDA_SUCCESS;
 }
 

@@ -6,6 +6,7 @@
 
 #include "capture.h"
 #include "driver.h"
+#include "stepped.h"
 
 namespace emu {
 namespace {
@@ -83,6 +84,7 @@ template <class Predicate>
 void Pool::Notice(Predicate noticed) {
   std::erase_if(free, [&](const Free& entry) {
     if (!noticed(entry) || !AllDone(entry.fence)) return false;
+    ObserveInside(entry.clock);
     used -= entry.bytes;
     space.Give(entry.range);
     return true;
@@ -100,7 +102,11 @@ std::optional<Range> Pool::Reuse(Stream& stream, std::size_t size, const Allowed
     if (allowed(*entry)) best = entry;
   }
   if (best == free.end()) return std::nullopt;
-  MakeWait(stream, best->fence, {});
+  if (AllDone(best->fence)) {
+    ObserveInside(best->clock);
+  } else {
+    MakeWait(stream, best->fence, best->clock);
+  }
   used -= std::exchange(best->bytes, 0);
   Range taken = best->range;
   if (AllDone(best->fence)) taken.size = size;
@@ -158,12 +164,13 @@ void Pool::FreeOn(Stream& stream, const BlockPtr& block) {
   // The block stays accessible to work put on the stream before, until the free itself is reached.
   block->freed = true;
   const TaskPtr reached = Submit(stream, nullptr, {}, [block] { driver().blocks.Remove(block); });
-  free.push_back({block->range, block->size, stream.context->id, stream.id, stream.count, {reached}});
+  free.push_back({block->range, block->size, stream.context->id, stream.id, stream.count, {reached}, stream.seen});
 }
 
 void Pool::FreeAfter(const BlockPtr& block, const Tasks& fence) {
   block->freed = true;
-  free.push_back({block->range, block->size, 0, 0, 0, {Join(fence, [block] { driver().blocks.Remove(block); })}});
+  const TaskPtr reached = Join(fence, [block] { driver().blocks.Remove(block); });
+  free.push_back({block->range, block->size, 0, 0, 0, {reached}, Covered(*block->context)});
 }
 
 void Pool::Discard(const Block& block) {
