@@ -66,7 +66,7 @@ bool Stuck(const Tasks& tasks) {
   return std::any_of(tasks.begin(), tasks.end(), [&](const TaskPtr& task) { return Stuck(task, visited); });
 }
 
-void RunNow(Lock& lock, const StreamPtr& stream) {
+void RunNow(Lock& lock, StreamPtr stream) {  // its own reference: a task that is done lets go of its stream
   RunFront(lock, stream);
   if (stream->queue.empty()) std::erase(state().busy, stream);
 }
