@@ -86,7 +86,7 @@ CUresult EventQuery(CUevent handle) {
   RefuseDuringCapture();
   Require(event->capture == nullptr, CUDA_ERROR_CAPTURED_EVENT);
   if (Stepped()) Progress(lock);
-  if (!event->Done()) return CUDA_ERROR_NOT_READY;
+  if (!event->Done() || !MayTell(event->clock)) return CUDA_ERROR_NOT_READY;
   Observe(event->clock);
   return CUDA_SUCCESS;
 }

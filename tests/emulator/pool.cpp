@@ -20,6 +20,15 @@ std::shared_ptr<Pool> PoolOf(CUmemoryPool handle) {
   return pool;
 }
 
+// The place of an allocation or free on its stream.
+TaskPtr Mark(Stream& stream, Work on_reached) {
+  if (!OnlyGuaranteed()) return Submit(stream, nullptr, {}, std::move(on_reached));
+  Clock before = stream.seen;
+  stream.seen[stream.id] = ++stream.count;
+  Remember(stream, std::move(before));
+  return Join(Pending(stream), std::move(on_reached));
+}
+
 std::vector<std::shared_ptr<Pool>>& all_pools() {
   static auto* const pools = new std::vector<std::shared_ptr<Pool>>;
   return *pools;
@@ -156,14 +165,14 @@ CUdeviceptr Pool::Allocate(Stream& stream, std::size_t bytes) {
   const BlockPtr block = NewBlock(Block::Kind::kPool, stream.context, *range, bytes);
   block->device = device;
   block->pool = shared_from_this();
-  Submit(stream, nullptr);
+  Mark(stream, {});
   return block->base;
 }
 
 void Pool::FreeOn(Stream& stream, const BlockPtr& block) {
   // The block stays accessible to work put on the stream before, until the free itself is reached.
   block->freed = true;
-  const TaskPtr reached = Submit(stream, nullptr, {}, [block] { driver().blocks.Remove(block); });
+  const TaskPtr reached = Mark(stream, [block] { driver().blocks.Remove(block); });
   free.push_back({block->range, block->size, stream.context->id, stream.id, stream.count, {reached}, stream.seen});
 }
 
@@ -256,7 +265,10 @@ CUresult MemFreeAsync(CUdeviceptr address, CUstream handle) {
       return CUDA_SUCCESS;
     case Block::Kind::kDevice:  // §3: accepted, and does not wait
       block->freed = true;
-      Submit(*stream, nullptr, {}, [block] { Release(block); });
+      Mark(*stream, [block, clock = Covered(*stream)] {
+        ObserveInside(clock);
+        Release(block);
+      });
       return CUDA_SUCCESS;
     case Block::Kind::kGraph:
       block->freed = true;

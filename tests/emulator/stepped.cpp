@@ -83,6 +83,7 @@ int Answer(Body body) noexcept try {
 
 bool Stepped() { return state().on; }
 unsigned long long SteppedMemory() { return state().settings.memory; }
+bool OnlyGuaranteed() { return state().settings.guaranteed != 0; }
 bool FreeReturns() { return state().settings.free_returns != 0; }
 
 void Busy(Stream& stream) {
@@ -104,7 +105,7 @@ void Force(Lock& lock, const Tasks& tasks) {
 
 void Progress(Lock& lock) {
   State& s = state();
-  if (s.settings.guaranteed != 0 || s.random() % 2 == 0) return;
+  if (OnlyGuaranteed() || s.random() % 2 == 0) return;
   for (auto turns = s.random() % 8; turns > 0; --turns) {
     std::vector<StreamPtr> able;
     for (const StreamPtr& stream : s.busy) {
@@ -115,15 +116,21 @@ void Progress(Lock& lock) {
   }
 }
 
-void Remember(const Task& task, Clock before) {
-  last().point = {task.stream->id, task.stream->count};
+void Remember(const Stream& stream, Clock before) {
+  last().point = {stream.id, stream.count};
   last().before = std::move(before);
 }
 
 void Observe(const Clock& known) { Merge(state().known, known); }
 
+bool MayTell(const Clock& asked) {
+  return !OnlyGuaranteed() || std::all_of(asked.begin(), asked.end(), [](const auto& entry) {
+    return Includes(state().known, {entry.first, entry.second});
+  });
+}
+
 void ObserveInside(const Clock& known) {
-  if (state().settings.guaranteed == 0) Observe(known);
+  if (!OnlyGuaranteed()) Observe(known);
 }
 
 const Clock& KnownToHost() { return state().known; }
@@ -147,8 +154,11 @@ void emuHostAccess() {
   last().point = {0, ++state().known[0]};
 }
 
-int emuStreamIsAfter(CUstream stream, const EmuPoint* point) {
-  return Answer([&] { return Includes(Covered(*StreamOf(stream)), *point) || Includes(KnownToHost(), *point); });
+int emuStreamIsAfter(CUstream handle, const EmuPoint* point, int itself) {
+  return Answer([&] {
+    const StreamPtr stream = StreamOf(handle);
+    return Includes(itself != 0 ? stream->seen : Covered(*stream), *point) || Includes(KnownToHost(), *point);
+  });
 }
 
 int emuContextIsStuck(CUcontext context) {

@@ -25,8 +25,9 @@ struct EmuPoint {  // a place in the order: the count-th task of a stream, or of
 struct EmuStepped {
   unsigned long long seed;
   unsigned long long memory;  // bytes of each device; 0: as set
-  // Only what every driver must give: queries let nothing run, and what the emulated pools do for themselves counts as
-  // no order.
+  // Only what every driver must give: queries let nothing run, and say "complete" of what the host knows already; what
+  // the emulated pools do for themselves counts as no order; a stream-ordered allocation or free orders its own memory,
+  // and is no action by which the legacy stream orders others (the manual can be read so, and it is not measured).
   int guaranteed;
   // cuMemFree of device memory does not wait: the order that a program has without it.
   int free_returns;
@@ -40,8 +41,9 @@ __attribute__((visibility("default"))) void emuLast(EmuPoint* point);
 __attribute__((visibility("default"))) int emuLastIsAfter(const EmuPoint* point);
 // The host touches memory now: counts as the calling thread's last task.
 __attribute__((visibility("default"))) void emuHostAccess(void);
-// Whether work put on the stream now would come after a point.
-__attribute__((visibility("default"))) int emuStreamIsAfter(CUstream stream, const EmuPoint* point);
+// Whether work put on the stream now would come after a point; `itself`: without what the legacy stream's rule would
+// add then.
+__attribute__((visibility("default"))) int emuStreamIsAfter(CUstream stream, const EmuPoint* point, int itself);
 
 // Whether a wait for it could not end as things are.
 __attribute__((visibility("default"))) int emuContextIsStuck(CUcontext context);

@@ -99,16 +99,17 @@ void RunFront(Lock& lock, const StreamPtr& stream) {
   Complete(task);
 }
 
-const Clock& Covered(Stream& stream) {
+Clock Covered(const Stream& stream) {
   const Context& context = *stream.context;
+  Clock clock = stream.seen;
   if (stream.kind == Stream::Kind::kLegacy) {
     for (const StreamPtr& other : context.streams) {
-      if (other->blocking()) Merge(stream.seen, other->seen);
+      if (other->blocking()) Merge(clock, other->seen);
     }
   } else if (stream.blocking()) {
-    Merge(stream.seen, context.legacy->seen);
+    Merge(clock, context.legacy->seen);
   }
-  return stream.seen;
+  return clock;
 }
 
 TaskPtr Submit(Stream& stream, Work run, const Tasks& after, Work on_done, std::function<bool()> ready) {
@@ -127,14 +128,15 @@ TaskPtr Submit(Stream& stream, Work run, const Tasks& after, Work on_done, std::
   } else if (stream.blocking()) {
     BlockOn(task, context.legacy->tail);
   }
-  for (const TaskPtr& blocker : after) Merge(stream.seen, blocker->clock);
   Clock before = Covered(stream);
+  for (const TaskPtr& blocker : after) Merge(before, blocker->clock);
+  stream.seen = before;
   stream.seen[stream.id] = ++stream.count;
   if (Stepped()) {
     Merge(before, KnownToHost());
     task->clock = before;
     task->clock[stream.id] = stream.count;
-    Remember(*task, std::move(before));
+    Remember(stream, std::move(before));
   }
   stream.tail = task;
   if (!task->run && task->blockers == 0 && stream.queue.empty()) {
@@ -166,6 +168,8 @@ Tasks Pending(const Stream& stream) {
   }
   return tasks;
 }
+
+Clock Waited(const Stream& stream) { return stream.kind == Stream::Kind::kLegacy ? Covered(stream) : stream.seen; }
 
 void MakeWait(Stream& stream, const Tasks& tasks, const Clock& clock) {
   if (!AllDone(tasks)) Submit(stream, nullptr, tasks);
@@ -203,7 +207,7 @@ CUresult StreamSynchronize(CUstream handle) {
   RefuseOn(*stream);
   RefuseDuringCapture();
   WaitFor(lock, Pending(*stream));
-  Observe(Covered(*stream));
+  Observe(Waited(*stream));
   AfterSynchronize(*stream);
   return stream->context->broken;
 }
@@ -214,8 +218,8 @@ CUresult StreamQuery(CUstream handle) {
   RefuseOn(*stream);
   RefuseDuringCapture();
   if (Stepped()) Progress(lock);
-  if (!Pending(*stream).empty()) return CUDA_ERROR_NOT_READY;
-  Observe(Covered(*stream));
+  if (!Pending(*stream).empty() || !MayTell(Waited(*stream))) return CUDA_ERROR_NOT_READY;
+  Observe(Waited(*stream));
   return CUDA_SUCCESS;
 }
 

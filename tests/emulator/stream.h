@@ -61,10 +61,13 @@ void Issue(Stream& stream, Work run, std::function<bool()> ready = {});
 void RunFront(Lock& lock, const StreamPtr& stream);
 
 // What work put on the stream now comes after.
-const Clock& Covered(Stream& stream);
+Clock Covered(const Stream& stream);
 
 // Unfinished tasks that end a stream's queue; for the legacy stream those of all blocking streams as well.
 Tasks Pending(const Stream& stream);
+
+// What is complete once they are.
+Clock Waited(const Stream& stream);
 
 // Makes work put on the stream from now on wait for the tasks.
 void MakeWait(Stream& stream, const Tasks& tasks, const Clock& clock);

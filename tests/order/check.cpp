@@ -203,9 +203,11 @@ std::string Check(const Program& program, std::uint64_t seed, bool free_returns,
 
 Program Shrink(Program program, std::uint64_t seed, bool free_returns) {
   Counts ignored;
+  const auto run = [&](const Program& candidate) { return Check(candidate, seed, free_returns, ignored); };
+  const bool natively = run(program).starts_with("natively");
   const auto fails = [&](const Program& candidate) {
-    const std::string finding = Check(candidate, seed, free_returns, ignored);
-    return !finding.empty() && !finding.starts_with("natively");
+    const std::string finding = run(candidate);
+    return !finding.empty() && finding.starts_with("natively") == natively;
   };
   for (std::size_t piece = program.size() / 2; piece > 0;) {
     bool shorter = false;
