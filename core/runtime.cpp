@@ -7,6 +7,7 @@
 #include <ctime>
 
 #include "core/log.h"
+#include "core/mutation.h"
 #include "core/report.h"
 #include "core/thread.h"
 
@@ -222,7 +223,7 @@ CUresult Runtime::ask_identity(StreamCache& cache) noexcept {
     // Before driver 12.0 there are no ids. A handle serves: the destroy hook ends its lane before it is reused.
     unsigned long long id = is_per_thread(stream) ? static_cast<std::uint64_t>(thread_id()) | std::uint64_t{1} << 63
                                                   : reinterpret_cast<std::uintptr_t>(stream);
-    if (driver.cuStreamGetId != nullptr) {
+    if (driver.cuStreamGetId != nullptr && !mutated(Mutation::stream_known_by_handle)) {
       if (const CUresult result = driver.cuStreamGetId(stream, &id); result != CUDA_SUCCESS) return result;
     }
     cache.identity.id = id;
@@ -459,8 +460,9 @@ Runtime::Mark Runtime::before_record(CUevent event, CUstream stream) noexcept tr
   Mark mark;
   const StreamIdentity* identity = nullptr;
   Context* context = nullptr;
-  if (!shared_.gate.capturing(shared_.driver, stream) && identify(stream, identity, context) == CUDA_SUCCESS &&
-      context != nullptr) {
+  const bool captured = shared_.gate.capturing(shared_.driver, stream);
+  if ((!captured || mutated(Mutation::record_in_capture_is_an_order)) &&
+      identify(stream, identity, context) == CUDA_SUCCESS && context != nullptr) {
     mark.position = context->position(identity->id);
     mark.context = mark.position.serial != 0 ? context : nullptr;
   }
