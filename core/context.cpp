@@ -50,6 +50,12 @@ bool is_capture_error(CUresult r) noexcept {
   return r >= CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED && r <= CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD;
 }
 
+// The wrong fence (contract §3), for a mutation.
+CUresult record_legacy(const Driver& driver, CUcontext context, CUevent event) noexcept {
+  CurrentContext current(driver, context);
+  return driver.cuEventRecord(event, stream_handle(kLegacyStream));
+}
+
 }  // namespace
 
 // Runs call(stream), a call of Cushion's own on a stream of the program's. While a blocking stream captures, touching
@@ -783,7 +789,7 @@ CUresult Context::wait_for_context(std::uint64_t& taken) {
     // One reading of the clock for both calls: on an idle device they are most of what cudaFree costs.
     InsideDriver inside;
     const std::uint64_t start = ticks();
-    result = mutated(Mutation::legacy_fence) ? driver().cuEventRecord(fence.event, stream_handle(kLegacyStream))
+    result = mutated(Mutation::legacy_fence) ? record_legacy(driver(), handle_, fence.event)
                                              : driver().cuCtxRecordEvent(handle_, fence.event);
     shared_.gate.leave();
     // Not a query first: an idle device takes a moment to complete the event, and a query then costs more than it
@@ -878,7 +884,7 @@ bool Context::record_fence(Fence& fence) {
       return;
     }
     const CUresult result = mutated(Mutation::legacy_fence)
-                                ? driver().call(driver().cuEventRecord, event.event, stream_handle(kLegacyStream))
+                                ? record_legacy(driver(), context.handle_, event.event)
                                 : driver().call(driver().cuCtxRecordEvent, context.handle_, event.event);
     shared_.gate.leave();
     complete = complete && context.note(result);

@@ -460,9 +460,8 @@ Runtime::Mark Runtime::before_record(CUevent event, CUstream stream) noexcept tr
   Mark mark;
   const StreamIdentity* identity = nullptr;
   Context* context = nullptr;
-  const bool captured = shared_.gate.capturing(shared_.driver, stream);
-  if ((!captured || mutated(Mutation::record_in_capture_is_an_order)) &&
-      identify(stream, identity, context) == CUDA_SUCCESS && context != nullptr) {
+  if (!shared_.gate.capturing(shared_.driver, stream) && identify(stream, identity, context) == CUDA_SUCCESS &&
+      context != nullptr) {
     mark.position = context->position(identity->id);
     mark.context = mark.position.serial != 0 ? context : nullptr;
   }

@@ -108,6 +108,7 @@ std::optional<Range> Pool::Reuse(Stream& stream, std::size_t size, const Allowed
   for (auto entry = free.begin(); entry != free.end(); ++entry) {
     if (entry->range.size < size || (entry->range.size / 2 > size && !AllDone(entry->fence))) continue;
     if (best != free.end() && best->range.size <= entry->range.size) continue;
+    if (OnlyGuaranteed() && !AllDone(entry->fence)) continue;  // a wait would order more
     if (allowed(*entry)) best = entry;
   }
   if (best == free.end()) return std::nullopt;

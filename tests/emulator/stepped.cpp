@@ -161,6 +161,10 @@ int emuStreamIsAfter(CUstream handle, const EmuPoint* point, int itself) {
   });
 }
 
+int emuHostIsAfter(const EmuPoint* point) {
+  return Answer([&] { return Includes(KnownToHost(), *point); });
+}
+
 int emuContextIsStuck(CUcontext context) {
   return Answer([&] { return Stuck(Pending(*ContextOf(context))); });
 }

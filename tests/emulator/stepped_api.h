@@ -45,6 +45,9 @@ __attribute__((visibility("default"))) void emuHostAccess(void);
 // add then.
 __attribute__((visibility("default"))) int emuStreamIsAfter(CUstream stream, const EmuPoint* point, int itself);
 
+// Whether the host knows that a point is passed.
+__attribute__((visibility("default"))) int emuHostIsAfter(const EmuPoint* point);
+
 // Whether a wait for it could not end as things are.
 __attribute__((visibility("default"))) int emuContextIsStuck(CUcontext context);
 __attribute__((visibility("default"))) int emuStreamIsStuck(CUstream stream);

@@ -1,7 +1,9 @@
 // Random programs. What is live is followed roughly, so that most steps find what they name; what order would be needed
 // is not: the native run skips the steps that would be a program's own fault.
 //
-// Sizes come from a few per program, so that freed blocks are wanted again soon.
+// Sizes come from a few per program, so that freed blocks are wanted again soon; a stream-ordered block is mostly used
+// on its own stream. Each program leaves out some kinds of steps and prefers others: what needs two rare things
+// together happens in those that have much of both.
 #include <algorithm>
 #include <array>
 #include <random>
@@ -35,18 +37,29 @@ class Generator {
  public:
   explicit Generator(std::uint64_t seed) : random_(seed * 0x9E3779B97F4A7C15ULL + 1) {
     for (std::uint32_t& size : palette_) size = kSizes[Below(std::size(kSizes))];
+    if (Below(2) == 0) palette_[1] = palette_[0];
     threads_ = 1 + static_cast<int>(Below(kThreads));
     contexts_ = Below(4) == 0 ? kContexts : 1;
-    graphs_ = Below(3) == 0;
-    spins_ = Below(3) == 0;
-    ends_ = Below(4) == 0;  // forks, resets, ended contexts and threads
-    streams_[0] = streams_[1] = true;
+    for (std::size_t i = 0; i < std::size(kWeights); ++i) {
+      constexpr unsigned kFactors[] = {0, 1, 1, 1, 2, 6};
+      weights_[i] = kWeights[i].weight * kFactors[Below(std::size(kFactors))];
+      if (kWeights[i].what == Do::kAlloc || kWeights[i].what == Do::kLaunch) weights_[i] += 4;
+      if (contexts_ == 1 && (kWeights[i].what == Do::kCtxCreate || kWeights[i].what == Do::kCtxDestroy))
+        weights_[i] = 0;
+      total_ += weights_[i];
+    }
+    streams_[0] = Below(2) == 0;
+    streams_[1] = Below(2) == 0;
+    non_blocking_ = Below(2) == 0;
+    most_blocks_ = 1 + Below(kBlocks);
   }
 
   Program Make() {
     Program program;
     const std::size_t length = 12 + Below(kMostSteps - 12);
-    Push(program, {.what = Do::kStreamCreate, .stream = 2, .mode = 1});
+    for (int stream = 0; stream <= static_cast<int>(Below(3)); ++stream)
+      Push(program,
+           {.what = Do::kStreamCreate, .stream = kFirstCreatedStream + stream, .mode = non_blocking_ ? 1 : Any(2)});
     while (program.size() < length) {
       if (Below(4) == 0) thread_ = static_cast<int>(Below(static_cast<std::size_t>(threads_)));
       Push(program, Random());
@@ -70,38 +83,10 @@ class Generator {
   }
 
   Do Kind() {
-    for (;;) {
-      unsigned total = 0;
-      for (const Weighted& w : kWeights) total += w.weight;
-      std::size_t at = Below(total);
-      const Weighted* chosen = kWeights;
-      while (at >= chosen->weight) at -= (chosen++)->weight;
-      switch (chosen->what) {
-        case Do::kCtxCreate:
-        case Do::kCtxDestroy:
-          if (contexts_ == 1) continue;
-          break;
-        case Do::kReset:
-        case Do::kNewThread:
-        case Do::kFork:
-          if (!ends_) continue;
-          break;
-        case Do::kBeginCapture:
-        case Do::kEndCapture:
-        case Do::kGraphLaunch:
-        case Do::kGraphDestroy:
-        case Do::kRelax:
-          if (!graphs_) continue;
-          break;
-        case Do::kSpin:
-        case Do::kSetFlag:
-          if (!spins_) continue;
-          break;
-        default:
-          break;
-      }
-      return chosen->what;
-    }
+    std::size_t at = Below(total_);
+    std::size_t i = 0;
+    while (at >= weights_[i]) at -= weights_[i++];
+    return kWeights[i].what;
   }
 
   Step Random() {
@@ -120,20 +105,26 @@ class Generator {
       case Do::kAllocFromPool:
       case Do::kAllocManaged:
       case Do::kAllocHost:
-        step.block = Slot(blocks_, false);
+        step.block = Slot(blocks_, false) % static_cast<int>(most_blocks_);
         step.bytes = palette_[Below(palette_.size())];
         break;
       case Do::kFree:
         if (Below(8) == 0) step.context = kNoContext;
         break;
+      case Do::kFreeAsync:
+      case Do::kRead:
+        if (Below(3) != 0) step.stream = home_[static_cast<std::size_t>(step.block)];
+        break;
       case Do::kLaunch:
-        if (Below(3) == 0) step.from = Slot(blocks_, true);
+        if (Below(2) == 0) step.stream = home_[static_cast<std::size_t>(step.block)];
+        if (Below(4) == 0) step.from = Slot(blocks_, true);
         break;
       case Do::kCopy:
         step.from = Slot(blocks_, true);
         break;
       case Do::kStreamCreate:
         step.stream = Slot(streams_, false, kFirstCreatedStream);
+        if (non_blocking_) step.mode = 1;
         break;
       case Do::kStreamDestroy:
         step.stream = Slot(streams_, true, kFirstCreatedStream);
@@ -158,7 +149,7 @@ class Generator {
   }
 
   void Push(Program& program, const Step& step) {
-    const auto at = [](auto& slots, int slot) -> bool& { return slots[static_cast<std::size_t>(slot)]; };
+    const auto at = [](auto& slots, int slot) -> auto& { return slots[static_cast<std::size_t>(slot)]; };
     switch (step.what) {
       case Do::kAlloc:
       case Do::kAllocAsync:
@@ -166,6 +157,7 @@ class Generator {
       case Do::kAllocManaged:
       case Do::kAllocHost:
         at(blocks_, step.block) = true;
+        at(home_, step.block) = step.stream;
         break;
       case Do::kFree:
       case Do::kFreeAsync:
@@ -192,11 +184,15 @@ class Generator {
   std::mt19937_64 random_;
   std::array<std::uint32_t, 2> palette_{};
   int threads_ = 1, contexts_ = 1;
-  bool graphs_ = false, spins_ = false, ends_ = false;
+  std::array<unsigned, std::size(kWeights)> weights_{};
+  unsigned total_ = 0;
+  bool non_blocking_ = false;
+  std::size_t most_blocks_ = kBlocks;
   int thread_ = 0, capturing_ = kFirstCreatedStream, capturer_ = 0;
   std::array<bool, kStreams> streams_{};
   std::array<bool, kEvents> events_{};
   std::array<bool, kBlocks> blocks_{};
+  std::array<int, kBlocks> home_{};  // the stream that a block was allocated with
 };
 
 }  // namespace

@@ -17,7 +17,7 @@
 namespace order {
 namespace {
 
-using harness::driver;
+const harness::Driver& driver() { return harness::driver_without_per_thread(); }
 
 Trace* reported = nullptr;
 
@@ -33,6 +33,7 @@ struct Emulator {
   X(LastIsAfter);
   X(HostAccess);
   X(StreamIsAfter);
+  X(HostIsAfter);
   X(ContextIsStuck);
   X(StreamIsStuck);
   X(EventIsStuck);
@@ -53,10 +54,14 @@ struct Block {
   CUdeviceptr address = 0;
   std::uint32_t bytes = 0;
   int context = 0;
-  int generation = -1;            // the step that allocated it
-  EmuPoint born{};                // of a stream-ordered one: usable after it
-  std::vector<EmuPoint> touched;  // by every access so far
-  int graph_stream = -1;          // of a graph's: the stream that captures
+  int generation = -1;  // the step that allocated it
+  EmuPoint born{};      // of a stream-ordered one: usable after it
+  struct Touch {
+    EmuPoint point;
+    int context;  // of the stream that it was put on
+  };
+  std::vector<Touch> touched;  // by every access so far
+  int graph_stream = -1;       // of a graph's: the stream that captures
 };
 
 struct Node {  // of a captured graph
@@ -248,20 +253,23 @@ class Interpreter {
   // ---- memory that is touched ----------------------------------------------------------------------------------
 
   // Whether work put on the stream now may touch the block.
-  void MayTouch(const Stream& stream, const Block& block) {
-    Need(block.context == stream.context);
+  void MayTouch(const Stream& stream, const Block& block, bool copies = false) {
+    // Kernels use their own context's memory; copies reach every context's on the device.
+    Need(copies ? contexts_[at(block.context)].live &&
+                      contexts_[at(block.context)].device == contexts_[at(stream.context)].device
+                : block.context == stream.context);
     Need(block.kind != Kind::kGraph || (stream.capturing && &stream == &streams_[at(block.graph_stream)]));
     if (native() && block.kind == Kind::kOrdered && !stream.capturing)
       Need(emu_.StreamIsAfter(stream.handle, &block.born, 0) != 0);
   }
 
-  void Note(Block& block, bool writes, int signer) {
+  void Note(Block& block, int context, bool writes, int signer) {
     StepTrace& step = log();
     if (step.accesses < StepTrace::kMostAccesses) {
       step.access[step.accesses++] = {static_cast<std::int16_t>(block.generation), writes,
                                       static_cast<std::int16_t>(signer)};
     }
-    block.touched.push_back(points_[at(step_)]);
+    block.touched.push_back({points_[at(step_)], context});
   }
 
   // After the call that put the step's work on its stream, or announced the host's access.
@@ -285,8 +293,8 @@ class Interpreter {
       return result;
     }
     Touched();
-    if (read != nullptr) Note(*read, false, -1);
-    if (written != nullptr) Note(*written, true, signer);
+    if (read != nullptr) Note(*read, stream.context, false, -1);
+    if (written != nullptr) Note(*written, stream.context, true, signer);
     return result;
   }
 
@@ -361,8 +369,16 @@ class Interpreter {
     if (block.kind != Kind::kGraph) trace_.step[at(block.generation)].freed = static_cast<std::int16_t>(step_);
   }
 
+  // Its free waits for the block's own context only.
+  void OthersAreDone(const Block& block) {
+    Need(!native() || std::all_of(block.touched.begin(), block.touched.end(), [&](const Block::Touch& touch) {
+      return touch.context == block.context || emu_.HostIsAfter(&touch.point) != 0;
+    }));
+  }
+
   CUresult Free(Block& block) {
     Need(block.kind != Kind::kGraph && contexts_[at(block.context)].live);
+    OthersAreDone(block);
     if (now().context == kNoContext) {
       driver().CtxSetCurrent(nullptr);
     } else {
@@ -389,7 +405,8 @@ class Interpreter {
         const auto is_before = [&](const EmuPoint& point) {
           return emu_.StreamIsAfter(stream.handle, &point, itself) != 0;
         };
-        Need(std::all_of(block.touched.begin(), block.touched.end(), is_before));
+        Need(std::all_of(block.touched.begin(), block.touched.end(),
+                         [&](const Block::Touch& touch) { return is_before(touch.point); }));
         Need(block.kind != Kind::kOrdered || is_before(block.born));
       }
     }
@@ -416,6 +433,8 @@ class Interpreter {
   CUresult HostTouch(Block& block, bool writes) {
     Need(block.kind == Kind::kHost || block.kind == Kind::kManaged);
     emu_.HostAccess();
+    common_.context = block.context;
+    common_.capturing = false;
     writes ? static_cast<void>(*WordsOf(block) = SignatureOf(step_))
            : static_cast<void>(log().observed = *WordsOf(block));
     return Touch(common_, CUDA_SUCCESS, writes ? nullptr : &block, writes ? &block : nullptr, step_);
@@ -469,6 +488,9 @@ class Interpreter {
     ContextSlot& context = Enter(slot);
     Need(!AnyCapture());
     if (native()) Need(emu_.ContextIsStuck(context.handle) == 0);
+    for (const Block& block : blocks_) {
+      if (block.live && block.context == slot) OthersAreDone(block);
+    }
     const CUresult result = end(context.handle, context.device);
     context.live = false;
     const auto forget = [&](auto& slots) {
@@ -526,7 +548,7 @@ class Interpreter {
     const CUresult result = driver().GraphLaunch(graph.exec, stream.handle);
     if (result != CUDA_SUCCESS) return result;
     Touched();
-    for (const Node& node : graph.nodes) Note(blocks_[at(node.block)], node.writes, node.signer);
+    for (const Node& node : graph.nodes) Note(blocks_[at(node.block)], stream.context, node.writes, node.signer);
     return result;
   }
 
@@ -608,8 +630,8 @@ class Interpreter {
         Block& from = BlockNow(s.from);
         Block& to = BlockNow(s.block);
         Stream& stream = StreamNow();
-        MayTouch(stream, from);
-        MayTouch(stream, to);
+        MayTouch(stream, from, true);
+        MayTouch(stream, to, true);
         const CUresult result = d.MemcpyDtoDAsync(to.address, from.address, sizeof(std::uint64_t), stream.handle);
         return Touch(stream, result, &from, &to, -1);
       }

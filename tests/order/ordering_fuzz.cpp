@@ -45,7 +45,7 @@ double SecondsSince(Clock::time_point start) { return std::chrono::duration<doub
 int Work(const Arguments& arguments) {
   const auto start = Clock::now();
   Counts counts;
-  harness::driver();  // found once, for all the processes that come
+  harness::driver_without_per_thread();  // found once, for all the processes that come
   for (std::uint64_t seed = arguments.first; seed < arguments.first + arguments.seeds; ++seed) {
     if (arguments.minutes > 0 && SecondsSince(start) > 60 * arguments.minutes) break;
     const order::Program program = order::Generate(seed);
