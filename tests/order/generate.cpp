@@ -56,10 +56,13 @@ class Generator {
 
   Program Make() {
     Program program;
-    const std::size_t length = 12 + Below(kMostSteps - 12);
+    const std::size_t length = 20 + Below(kMostSteps - 20);
+    if (contexts_ > 1 && Below(4) != 0) Push(program, {.what = Do::kCtxCreate});
     for (int stream = 0; stream <= static_cast<int>(Below(3)); ++stream)
-      Push(program,
-           {.what = Do::kStreamCreate, .stream = kFirstCreatedStream + stream, .mode = non_blocking_ ? 1 : Any(2)});
+      Push(program, {.what = Do::kStreamCreate,
+                     .context = Any(contexts_),
+                     .stream = kFirstCreatedStream + stream,
+                     .mode = non_blocking_ ? 1 : Any(2)});
     while (program.size() < length) {
       if (Below(4) == 0) thread_ = static_cast<int>(Below(static_cast<std::size_t>(threads_)));
       Push(program, Random());
@@ -107,6 +110,7 @@ class Generator {
       case Do::kAllocHost:
         step.block = Slot(blocks_, false) % static_cast<int>(most_blocks_);
         step.bytes = palette_[Below(palette_.size())];
+        if (Below(5) != 0) step.context = stream_context_[static_cast<std::size_t>(step.stream)];
         break;
       case Do::kFree:
         if (Below(8) == 0) step.context = kNoContext;
@@ -165,6 +169,7 @@ class Generator {
         break;
       case Do::kStreamCreate:
         at(streams_, step.stream) = true;
+        at(stream_context_, step.stream) = step.context;
         break;
       case Do::kStreamDestroy:
         at(streams_, step.stream) = false;
@@ -190,6 +195,7 @@ class Generator {
   std::size_t most_blocks_ = kBlocks;
   int thread_ = 0, capturing_ = kFirstCreatedStream, capturer_ = 0;
   std::array<bool, kStreams> streams_{};
+  std::array<int, kStreams> stream_context_{};
   std::array<bool, kEvents> events_{};
   std::array<bool, kBlocks> blocks_{};
   std::array<int, kBlocks> home_{};  // the stream that a block was allocated with

@@ -44,7 +44,7 @@ constexpr int kEvents = 5;
 constexpr int kBlocks = 12;
 constexpr int kGraphs = 3;
 constexpr int kFlags = 3;
-constexpr std::size_t kMostSteps = 96;
+constexpr std::size_t kMostSteps = 160;
 
 using Program = std::vector<Step>;
 

@@ -22,8 +22,8 @@ std::vector<Setup> MakeAll() {
     setups.push_back(Make(name + "_deferred", environment, deferred));
   };
   const Environment tight{
-      {"CUSHION_MAX_SIZE", "8MiB"}, {"CUSHION_SEGMENT_SIZE", "2MiB"}, {"CUSHION_SUPERBLOCK_SIZE", "2MiB"}};
-  const Environment full{{"EMU_MEMORY", "16M"},
+      {"CUSHION_MAX_SIZE", "4MiB"}, {"CUSHION_SEGMENT_SIZE", "2MiB"}, {"CUSHION_SUPERBLOCK_SIZE", "2MiB"}};
+  const Environment full{{"EMU_MEMORY", "12M"},
                          {"CUSHION_SEGMENT_SIZE", "2MiB"},
                          {"CUSHION_SUPERBLOCK_SIZE", "2MiB"},
                          {"CUSHION_OOM_WAIT", "1ms"}};
