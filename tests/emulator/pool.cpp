@@ -22,7 +22,7 @@ std::shared_ptr<Pool> PoolOf(CUmemoryPool handle) {
 
 // The place of an allocation or free on its stream.
 TaskPtr Mark(Stream& stream, Work on_reached) {
-  if (!OnlyGuaranteed()) return Submit(stream, nullptr, {}, std::move(on_reached));
+  if (!Stepped()) return Submit(stream, nullptr, {}, std::move(on_reached));
   Clock before = stream.seen;
   stream.seen[stream.id] = ++stream.count;
   Remember(stream, std::move(before));

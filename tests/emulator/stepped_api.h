@@ -9,6 +9,9 @@
 // knew to be complete when it was put there: everything that any call waited for, or asked and was told. Host accesses
 // that the program announces lie on a line of their own, which has the id 0.
 //
+// A stream-ordered allocation or free orders its own memory only: it is no action by which the legacy stream orders
+// others. (The manual can be read so; it is not measured.)
+//
 // A program turns the mode on before cuInit by emuStepped(), found by dlsym. Its threads take turns: one calls at a
 // time. Cost: a clock is copied for every task.
 #pragma once
@@ -26,8 +29,7 @@ struct EmuStepped {
   unsigned long long seed;
   unsigned long long memory;  // bytes of each device; 0: as set
   // Only what every driver must give: queries let nothing run, and say "complete" of what the host knows already; what
-  // the emulated pools do for themselves counts as no order; a stream-ordered allocation or free orders its own memory,
-  // and is no action by which the legacy stream orders others (the manual can be read so, and it is not measured).
+  // the emulated pools do for themselves counts as no order.
   int guaranteed;
   // cuMemFree of device memory does not wait: the order that a program has without it.
   int free_returns;

@@ -172,7 +172,8 @@ Tasks Pending(const Stream& stream) {
 Clock Waited(const Stream& stream) { return stream.kind == Stream::Kind::kLegacy ? Covered(stream) : stream.seen; }
 
 void MakeWait(Stream& stream, const Tasks& tasks, const Clock& clock) {
-  if (!AllDone(tasks)) Submit(stream, nullptr, tasks);
+  // In stepped mode what a wait orders must not depend on what is done by now.
+  if (Stepped() || !AllDone(tasks)) Submit(stream, nullptr, tasks);
   Merge(stream.seen, clock);
 }
 

@@ -1,0 +1,55 @@
+// Programs that found a fault once, as short as they were made then, and programs written for one rule.
+//
+// `ordering_fuzz --regressions` runs each under every setting, with several ways in which its work may progress.
+#pragma once
+
+#include <string_view>
+#include <vector>
+
+#include "tests/order/program.h"
+
+namespace order {
+
+struct Regression {
+  std::string_view what;
+  Program program;
+};
+
+inline const std::vector<Regression>& Regressions() {
+  static const std::vector<Regression> all{
+      // The free on the legacy stream comes after stream 2's kernel, the allocation before stream 3's; but nothing is
+      // put on the legacy stream in between that would order the two kernels.
+      {"a block freed on the legacy stream and handed out again there",
+       {
+           {.what = Do::kStreamCreate, .stream = 2},
+           {.what = Do::kStreamCreate, .stream = 3},
+           {.what = Do::kAllocAsync, .block = 0, .bytes = 65536},
+           {.what = Do::kLaunch, .stream = 2, .block = 0},
+           {.what = Do::kFreeAsync, .block = 0},
+           {.what = Do::kAllocAsync, .block = 1, .bytes = 65536},
+           {.what = Do::kLaunch, .stream = 3, .block = 1},
+       }},
+      // The flag is set after the allocation, which must not wait for the kernel that spins on it.
+      {"an allocation while a kernel spins",
+       {
+           {.what = Do::kStreamCreate, .stream = 2, .mode = 1},
+           {.what = Do::kStreamCreate, .stream = 3, .mode = 1},
+           {.what = Do::kAlloc, .block = 0, .bytes = 2 << 20},
+           {.what = Do::kAllocAsync, .stream = 2, .block = 1, .bytes = 2 << 20},
+           {.what = Do::kAllocAsync, .stream = 3, .block = 2, .bytes = 2 << 20},
+           {.what = Do::kSpin, .stream = 2},
+           {.what = Do::kLaunch, .stream = 2, .block = 1},
+           {.what = Do::kFreeAsync, .stream = 2, .block = 1},
+           {.what = Do::kFreeAsync, .stream = 3, .block = 2},
+           {.what = Do::kAlloc, .block = 3, .bytes = 2 << 20},
+           {.what = Do::kAllocAsync, .stream = 3, .block = 4, .bytes = 2 << 20},
+           {.what = Do::kLaunch, .stream = 3, .block = 4},
+           {.what = Do::kAlloc, .block = 5, .bytes = 2 << 20},
+           {.what = Do::kSetFlag},
+           {.what = Do::kStreamSync, .stream = 3},
+       }},
+  };
+  return all;
+}
+
+}  // namespace order
