@@ -7,7 +7,7 @@
 namespace cushion {
 
 enum class Mutation {
-#define CUSHION_MUTATION(name, sentence) name,
+#define CUSHION_MUTATION(name, settings, sentence) name,
 #include "core/mutation.def"
 #undef CUSHION_MUTATION
 };

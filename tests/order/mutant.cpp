@@ -9,7 +9,7 @@ namespace cushion {
 namespace {
 
 constexpr std::string_view kNames[] = {
-#define CUSHION_MUTATION(name, sentence) #name,
+#define CUSHION_MUTATION(name, settings, sentence) #name,
 #include "core/mutation.def"
 #undef CUSHION_MUTATION
 };

@@ -49,6 +49,12 @@ std::vector<Setup> MakeAll() {
 
 }  // namespace
 
+std::string Print(const Setup& setup) {
+  std::string text;
+  for (const auto& [name, value] : setup.environment) text += " " + name + "=" + value;
+  return text;
+}
+
 const std::vector<Setup>& AllSetups() {
   static const std::vector<Setup> all = MakeAll();
   return all;

@@ -17,6 +17,9 @@ struct Setup {
   }
 };
 
+// Its environment, each variable after a blank.
+std::string Print(const Setup& setup);
+
 const std::vector<Setup>& AllSetups();
 
 // "all", names of setups separated by commas, or one of the caller's own: "NAME=VALUE NAME=VALUE ...".
