@@ -230,6 +230,7 @@ CUresult Runtime::ask_identity(StreamCache& cache) noexcept {
   }
   if (is_per_thread(stream)) {
     cache.identity.owner_thread = thread_id();
+    shared_.blocking_streams.store(true, std::memory_order_relaxed);
     shared_.streams.lose();  // only its own thread can ask it
   }
   cache.context = context_of(owner);
@@ -526,7 +527,8 @@ void Runtime::forget_event(CUevent event) noexcept {
   event_count_.store(static_cast<int>(events_->size()), std::memory_order_relaxed);
 }
 
-void Runtime::stream_created(CUstream stream) noexcept try {
+void Runtime::stream_created(CUstream stream, unsigned flags) noexcept try {
+  if ((flags & CU_STREAM_NON_BLOCKING) == 0) shared_.blocking_streams.store(true, std::memory_order_relaxed);
   if (shared_.driver.cuCtxRecordEvent != nullptr) return;
   CUcontext context = nullptr;
   InsideDriver inside;

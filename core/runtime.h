@@ -92,7 +92,7 @@ class Runtime {
   Mark before_wait(CUevent event) noexcept;
   void after_wait(CUevent event, CUstream stream, const Mark& mark) noexcept;
   void forget_event(CUevent event) noexcept;
-  void stream_created(CUstream stream) noexcept;
+  void stream_created(CUstream stream, unsigned flags) noexcept;
   void stream_going(CUstream stream) noexcept;
 
   struct SyncMark {
