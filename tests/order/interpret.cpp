@@ -252,6 +252,10 @@ class Interpreter {
 
   // ---- memory that is touched ----------------------------------------------------------------------------------
 
+  // Cushion sees the thread's own stream when a kernel is launched on it, or memory allocated or freed; not a copy or a
+  // fill that names it by its handle (README.md).
+  void OwnStreamIsSeen() { Need(now().stream != 1 || own_stream_seen_); }
+
   // Whether work put on the stream now may touch the block.
   void MayTouch(const Stream& stream, const Block& block, bool copies = false) {
     // Kernels use their own context's memory; copies reach every context's on the device.
@@ -309,6 +313,7 @@ class Interpreter {
     void* data = &kernels_.back();
     void* arguments[] = {&function, &data};
     const CUresult result = driver().LaunchKernel(call_, 1, 1, 1, 1, 1, 1, 0, stream.handle, arguments, nullptr);
+    own_stream_seen_ = own_stream_seen_ || now().stream == 1;
     return Touch(stream, result, read, written, step_);
   }
 
@@ -619,6 +624,7 @@ class Interpreter {
       case Do::kFill: {
         Block& block = BlockNow(s.block);
         Stream& stream = StreamNow();
+        OwnStreamIsSeen();
         MayTouch(stream, block);
         const auto value = static_cast<unsigned char>(SignatureOf(step_) & 0xff);
         const CUresult result =
@@ -630,6 +636,7 @@ class Interpreter {
         Block& from = BlockNow(s.from);
         Block& to = BlockNow(s.block);
         Stream& stream = StreamNow();
+        OwnStreamIsSeen();
         MayTouch(stream, from, true);
         MayTouch(stream, to, true);
         const CUresult result = d.MemcpyDtoDAsync(to.address, from.address, sizeof(std::uint64_t), stream.handle);
@@ -787,6 +794,7 @@ class Interpreter {
                                                    CU_STREAM_CAPTURE_MODE_RELAXED};
   std::array<EmuPoint, kMostSteps> points_{};  // of what steps touched memory at
   std::deque<Kernel> kernels_;
+  bool own_stream_seen_ = false;
   Stream common_;  // the legacy stream or the thread's own one, for a step
   int ends_ = 0;   // the thread that ends after the step
   Crew crew_;
