@@ -648,10 +648,13 @@ CUresult Context::free_async(const Found& found, const StreamIdentity& stream, C
   if (broken() != CUDA_SUCCESS) return broken();
   if (!found.block->change(found.address, BlockState::live, BlockState::freeing)) return CUDA_ERROR_INVALID_VALUE;
   const bool own = &stream_context == this || mutated(Mutation::foreign_stream_is_own);
-  if (!own || pressure_.load(std::memory_order_relaxed)) return free_evented(found, stream, stream_context);
   // By the legacy stream's rule its free comes after the blocking streams' work, and their work after its next
-  // allocation; but nothing is put on it that would tell them so. The whole context's order covers that.
-  const bool orders_others = is_legacy(stream.handle) && shared_.blocking_streams.load(std::memory_order_relaxed);
+  // allocation; but nothing is put on it that would tell them so, and an event would hold them back. The whole
+  // context's order covers that.
+  const bool orders_others =
+      own && is_legacy(stream.handle) && shared_.blocking_streams.load(std::memory_order_relaxed);
+  if (!own || (pressure_.load(std::memory_order_relaxed) && !orders_others))
+    return free_evented(found, stream, stream_context);
   give(found, orders_others ? nullptr : &stream, mutated(Mutation::async_free_is_clean));
   return CUDA_SUCCESS;
 } catch (...) {  // no host memory
