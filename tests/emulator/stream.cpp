@@ -59,7 +59,7 @@ StreamPtr NewStream(const std::shared_ptr<Context>& context, Stream::Kind kind, 
   if (!Stepped())
     std::erase_if(context->streams, [](const StreamPtr& old) { return old.use_count() == 1 && old->queue.empty(); });
   context->streams.push_back(stream);
-  MakeWait(*stream, context->held_back_by, context->held_back_clock);
+  if (!context->held_back_by.empty()) MakeWait(*stream, context->held_back_by, context->held_back_clock);
   return stream;
 }
 

@@ -7,7 +7,7 @@
 //   data           a read sees what the last write before it left, where only one write can be the last
 //   answers        every step answers what it answers natively. A query that is not bound to be complete may be, and an
 //                  allocation may find no memory where there is less of it; from there on only two lives and progress
-//                  are asked
+//                  are asked, up to the first step that needed the block
 //   progress       no wait comes after a kernel that nobody will let go on; and the run ends
 #pragma once
 

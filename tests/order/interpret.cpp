@@ -131,7 +131,7 @@ class Interpreter {
     settings.free_returns = native() && options_.free_returns ? 1 : 0;
     emu_.Stepped(&settings);
     Start();
-    for (step_ = 0; step_ < static_cast<int>(program_.size()); ++step_) {
+    for (step_ = 0; step_ < static_cast<int>(program_.size()) && !lost_; ++step_) {
       if (!native() && !options_.native->step[at(step_)].executed) continue;
       trace_.at = static_cast<std::int16_t>(step_);
       crew_.Run(now().thread, [this] { Perform(); });
@@ -190,6 +190,9 @@ class Interpreter {
       log().result = static_cast<int>(result);
     } catch (const Skip&) {
       log() = {};
+      // For want of a block that found no memory. What the step orders natively is missing from here on (a free in a
+      // stream orders nothing): what follows could be the program's own fault.
+      lost_ = !native() && now().what != Do::kFreeAsync;
     }
   }
 
@@ -795,6 +798,7 @@ class Interpreter {
   std::array<EmuPoint, kMostSteps> points_{};  // of what steps touched memory at
   std::deque<Kernel> kernels_;
   bool own_stream_seen_ = false;
+  bool lost_ = false;
   Stream common_;  // the legacy stream or the thread's own one, for a step
   int ends_ = 0;   // the thread that ends after the step
   Crew crew_;

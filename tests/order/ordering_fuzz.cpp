@@ -36,7 +36,8 @@ struct Arguments {
   unsigned jobs = std::max(1U, std::thread::hardware_concurrency());
   bool keep = false;
   bool regressions = false;
-  bool free_returns = false;  // a worker's
+  bool free_returns = false;  // a worker's, as its setting is
+  bool no_spins = false;      // likewise
 };
 
 double SecondsSince(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
@@ -54,6 +55,7 @@ int WorkOnRandom(const Arguments& arguments, Counts& counts) {
   for (std::uint64_t seed = arguments.first; seed < arguments.first + arguments.seeds; ++seed) {
     if (arguments.minutes > 0 && SecondsSince(start) > 60 * arguments.minutes) break;
     order::Program program = order::Generate(seed);
+    if (arguments.no_spins) std::erase_if(program, [](const order::Step& s) { return s.what == order::Do::kSpin; });
     std::string finding = order::Check(program, seed, arguments.free_returns, counts);
     if (finding.empty()) continue;
     if (!arguments.keep) {
@@ -116,6 +118,7 @@ harness::ChildResult RunWorker(const Arguments& arguments, const order::Setup& s
   option("--seeds", arguments.seeds);
   option("--minutes", minutes);
   if (setup.free_returns()) command.emplace_back("--free-returns");
+  if (setup.fills()) command.emplace_back("--no-spins");
   if (arguments.regressions) command.emplace_back("--regressions");
   if (arguments.keep) command.emplace_back("--keep");
   return harness::RunProgram(command, environment);
@@ -207,6 +210,7 @@ int main(int argc, char** argv) {
   app.add_flag("--list-settings", list_settings, "print the settings that there are");
   app.add_flag("--worker", worker)->group("");
   app.add_flag("--free-returns", arguments.free_returns)->group("");
+  app.add_flag("--no-spins", arguments.no_spins)->group("");
   CLI11_PARSE(app, argc, argv);
   if (app.count("--seed") > 0 && app.count("--seeds") == 0) arguments.seeds = 1;
   try {

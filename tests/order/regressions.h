@@ -29,6 +29,21 @@ inline const std::vector<Regression>& Regressions() {
            {.what = Do::kAllocAsync, .block = 1, .bytes = 65536},
            {.what = Do::kLaunch, .stream = 3, .block = 1},
        }},
+      // The second allocation finds the limit; the free must put nothing on the legacy stream that would hold stream 2
+      // back behind the kernel that spins.
+      {"a free on the legacy stream near the limit, while a kernel spins",
+       {
+           {.what = Do::kAllocAsync, .block = 1, .bytes = 65536},
+           {.what = Do::kStreamCreate, .stream = 6},
+           {.what = Do::kStreamCreate, .stream = 2},
+           {.what = Do::kAlloc, .block = 2, .bytes = 65536},
+           {.what = Do::kAllocAsync, .bytes = 3145728},
+           {.what = Do::kSpin, .stream = 6},
+           {.what = Do::kFreeAsync, .block = 1},
+           {.what = Do::kLaunch, .stream = 2, .block = 2},
+           {.what = Do::kStreamSync, .stream = 2},
+           {.what = Do::kSetFlag},
+       }},
       // The flag is set after the allocation, which must not wait for the kernel that spins on it.
       {"an allocation while a kernel spins",
        {
