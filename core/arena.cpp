@@ -47,9 +47,7 @@ Block* Arena::take(const Need& need, LaneRef by, BlockState as) noexcept {
   if (!by.lane->enter(by.serial)) return nullptr;
   Block* block = nullptr;
   for (const Lane::Before& earlier : by.lane->before) {
-    Heap* heap = earlier.lane->is(earlier.serial) || mutated(Mutation::wait_orders_any_lane)
-                     ? earlier.lane->heaps[static_cast<std::size_t>(index_)]
-                     : nullptr;
+    Heap* heap = earlier.lane->is(earlier.serial) ? earlier.lane->heaps[static_cast<std::size_t>(index_)] : nullptr;
     if (heap == nullptr) continue;
     block = pool.take(*heap, need.size, need.alignment, earlier.stamp, as);
     if (block != nullptr) break;

@@ -83,7 +83,9 @@ int WorkOnRegressions(const Arguments& arguments, Counts& counts) {
 int Work(const Arguments& arguments) {
   Counts counts;
   harness::driver_without_per_thread();  // found once, for all the processes that come
-  const int status = arguments.regressions ? WorkOnRegressions(arguments, counts) : WorkOnRandom(arguments, counts);
+  const bool from_the_first = arguments.regressions || arguments.first == 1;
+  int status = from_the_first ? WorkOnRegressions(arguments, counts) : 0;
+  if (status == 0 && !arguments.regressions) status = WorkOnRandom(arguments, counts);
   if (status == 0) {
     const nlohmann::json figures{counts.programs, counts.steps, counts.conflicts, counts.reads};
     fmt::print("{}\n", figures.dump());

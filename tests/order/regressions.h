@@ -1,6 +1,7 @@
 // Programs that found a fault once, as short as they were made then, and programs written for one rule.
 //
-// `ordering_fuzz --regressions` runs each under every setting, with several ways in which its work may progress.
+// They run before the random ones, or alone (`ordering_fuzz --regressions`), each in several ways in which its work may
+// progress.
 #pragma once
 
 #include <string_view>
@@ -43,6 +44,36 @@ inline const std::vector<Regression>& Regressions() {
            {.what = Do::kLaunch, .stream = 2, .block = 2},
            {.what = Do::kStreamSync, .stream = 2},
            {.what = Do::kSetFlag},
+       }},
+      // The event was recorded before the kernel and the free: it orders neither before stream 3.
+      {"a free after the event that another stream waits for",
+       {
+           {.what = Do::kStreamCreate, .stream = 2, .mode = 1},
+           {.what = Do::kStreamCreate, .stream = 3, .mode = 1},
+           {.what = Do::kAllocAsync, .stream = 2, .block = 0, .bytes = 3145728},
+           {.what = Do::kRecord, .stream = 2},
+           {.what = Do::kLaunch, .stream = 2, .block = 0},
+           {.what = Do::kFreeAsync, .stream = 2, .block = 0},
+           {.what = Do::kWait, .stream = 3},
+           {.what = Do::kAllocAsync, .stream = 3, .block = 1, .bytes = 3145728},
+           {.what = Do::kLaunch, .stream = 3, .block = 1},
+       }},
+      // Of two neighbours one was freed before the event, the other after it.
+      {"neighbours freed before and after an event",
+       {
+           {.what = Do::kStreamCreate, .stream = 2, .mode = 1},
+           {.what = Do::kStreamCreate, .stream = 3, .mode = 1},
+           {.what = Do::kAllocAsync, .stream = 2, .block = 0, .bytes = 1 << 20},
+           {.what = Do::kAllocAsync, .stream = 2, .block = 1, .bytes = 1 << 20},
+           {.what = Do::kAllocAsync, .stream = 2, .block = 2, .bytes = 1 << 20},
+           {.what = Do::kAllocAsync, .stream = 2, .block = 3, .bytes = 1 << 20},
+           {.what = Do::kFreeAsync, .stream = 2, .block = 0},
+           {.what = Do::kRecord, .stream = 2},
+           {.what = Do::kLaunch, .stream = 2, .block = 1},
+           {.what = Do::kFreeAsync, .stream = 2, .block = 1},
+           {.what = Do::kWait, .stream = 3},
+           {.what = Do::kAllocAsync, .stream = 3, .block = 4, .bytes = 2 << 20},
+           {.what = Do::kLaunch, .stream = 3, .block = 4},
        }},
       // The flag is set after the allocation, which must not wait for the kernel that spins on it.
       {"an allocation while a kernel spins",
