@@ -8,7 +8,7 @@
 #include "core/capture.h"
 #include "core/counters.h"
 #include "core/driver.h"
-#include "core/marks.h"
+#include "core/legacy_order.h"
 #include "core/options.h"
 #include "core/single_order.h"
 #include "core/streams.h"
@@ -42,7 +42,7 @@ struct Shared {
   std::atomic<bool> foreign_events{false};    // events are recorded where we cannot see (graph nodes, IPC)
 
   SingleOrder order;  // CUSHION_FREE=auto
-  Marks marks;
+  LegacyOrder legacy_order;
 
   std::atomic<std::uint64_t> largest_device{0};  // bytes: a larger request is hopeless
 

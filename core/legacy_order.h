@@ -1,4 +1,4 @@
-// Marks: what a stream-ordered call would have left on its stream.
+// Legacy order: what a stream-ordered call would have left on its stream.
 //
 // Natively cudaMallocAsync and cudaFreeAsync on a blocking stream come after the legacy stream's earlier work
 // (measured: synchronising the stream then waits for a kernel on the legacy one). Cushion puts nothing on the stream,
@@ -27,7 +27,7 @@ namespace cushion {
 class Context;
 class Lane;
 
-class Marks {
+class LegacyOrder {
  public:
   struct Owed {
     CUstream stream;
