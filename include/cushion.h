@@ -29,14 +29,16 @@ enum cushion_result {
 
 #include <dlfcn.h>
 
+/* `known`: what an earlier call found; itself if that was nothing; null before the first. */
 static inline void *cushion_find_(const char *name, void **known) {
+  void *const nothing = known;
   void *found = __atomic_load_n(known, __ATOMIC_RELAXED);
   if (found == 0) {
-    found = dlsym((void *)0, name); /* RTLD_DEFAULT, which needs _GNU_SOURCE */
-    if (found == 0) found = (void *)known; /* looked up, and not there */
+    found = dlsym(0, name); /* 0: RTLD_DEFAULT, whose name needs _GNU_SOURCE */
+    if (found == 0) found = nothing;
     __atomic_store_n(known, found, __ATOMIC_RELAXED);
   }
-  return found == (void *)known ? (void *)0 : found;
+  return found == nothing ? 0 : found;
 }
 
 #define CUSHION_CALL_(name, argument)                                         \
