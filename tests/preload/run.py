@@ -908,7 +908,7 @@ def ctl_switches_tracking(setting):
 @case
 def ctl_helper_thread(setting):
     """CUSHION_CTL=on: a program that does nothing is answered at once; without it ctl gives up, and nothing happens."""
-    with Churn(setting, CUSHION_CTL="on") as program:
+    with Churn(setting, CUSHION_CTL="on", CUSHION_TRACK_SIGNAL="USR2") as program:
         threads = len(os.listdir(f"/proc/{program.pid}/task"))
         check(program.ask("allocate 1 5000000") == "allocated 1", "")
         check(len(os.listdir(f"/proc/{program.pid}/task")) == threads + 1, "not one thread more")
