@@ -484,13 +484,15 @@ bool Context::grow(const Need& need, bool exact, CUresult& why) {
   {
     RelaxedCaptureMode relaxed(driver());
     CurrentContext current(driver(), handle_);
-    if (want > least) {  // speculative: leaves the rest of the device to others (contract §6)
+    result = current.result();
+    if (result == CUDA_SUCCESS && want > least) {  // speculative: leaves the rest of the device to others (contract §6)
       std::size_t idle = 0;
       std::size_t total = 0;
       const std::uint64_t reserve = std::max(device_bytes_ / 50, std::uint64_t{512} << 20);
       if (!note(driver().call(driver().cuMemGetInfo_v2, &idle, &total)) || idle < want + reserve) want = least;
     }
-    result = driver().call(driver().cuMemAlloc_v2, &address, static_cast<std::size_t>(want));
+    if (result == CUDA_SUCCESS)
+      result = driver().call(driver().cuMemAlloc_v2, &address, static_cast<std::size_t>(want));
     if (result == CUDA_ERROR_OUT_OF_MEMORY && want > least) {
       want = least;
       result = driver().call(driver().cuMemAlloc_v2, &address, static_cast<std::size_t>(want));
@@ -578,7 +580,8 @@ bool Context::fill(std::uint64_t address, const Request& request) noexcept {
   // cudaMalloc has no stream: an own one, non-blocking, so that nothing of the program is waited for.
   CUstream stream = fill_stream_.load(std::memory_order_acquire);
   if (stream == nullptr) {
-    if (!note(driver().call(driver().cuStreamCreate, &stream, static_cast<unsigned>(CU_STREAM_NON_BLOCKING))))
+    if (!note(current.result()) ||
+        !note(driver().call(driver().cuStreamCreate, &stream, static_cast<unsigned>(CU_STREAM_NON_BLOCKING))))
       return false;
     CUstream first = nullptr;
     if (!fill_stream_.compare_exchange_strong(first, stream, std::memory_order_acq_rel)) {
@@ -827,18 +830,21 @@ CUresult Context::wait_for_context(std::uint64_t& taken) {
 
 CUresult Context::native_wait(std::uint64_t& taken) {
   CurrentContext current(driver(), handle_);
-  CUdeviceptr spare = 0;
+  Piece spare{0, 1};
+  std::uint64_t current_generation = 0;
   CUresult result = CUDA_SUCCESS;
   for (;;) {
     bool another_has_it = false;
     {
       std::lock_guard lock(mutex_);
-      spare = std::exchange(spare_, 0);
+      current_generation = generation();
+      spare.address = std::exchange(spare_, 0);
       another_has_it = spare_users_ != 0;
-      if (spare != 0) ++spare_users_;
+      if (spare.address != 0) ++spare_users_;
     }
-    if (spare != 0) break;
-    result = driver().call(driver().cuMemAlloc_v2, &spare, std::size_t{1});
+    if (spare.address != 0) break;
+    result = current.result();
+    if (result == CUDA_SUCCESS) result = driver().call(driver().cuMemAlloc_v2, &spare.address, std::size_t{1});
     if (result == CUDA_SUCCESS) {
       std::lock_guard lock(mutex_);
       ++spare_users_;
@@ -846,13 +852,12 @@ CUresult Context::native_wait(std::uint64_t& taken) {
     }
     if (result != CUDA_ERROR_OUT_OF_MEMORY) return result;
     // The device is full. An unused segment is as good to free; else whoever has the spare will bring it back.
-    const std::uint64_t before = generation();
-    std::vector<CUdeviceptr> segment;
+    std::vector<Piece> segment;
     if (const std::uint64_t bytes = unused(); bytes != 0) segment = detach_unused(bytes - 1);
     if (!segment.empty()) {
       spare = segment.back();
       segment.pop_back();
-      give_back(segment, before);
+      give_back(std::move(segment), current_generation);
       std::lock_guard lock(mutex_);
       ++spare_users_;
       break;
@@ -861,9 +866,9 @@ CUresult Context::native_wait(std::uint64_t& taken) {
     std::this_thread::yield();
   }
   const std::uint64_t start = ticks();
-  result = driver().call(driver().cuMemFree_v2, spare);
+  result = driver().call(driver().cuMemFree_v2, spare.address);
   taken = ticks() - start;
-  note(result);
+  if (!note(result)) refused(spare, current_generation);
   take_spare();
   std::lock_guard lock(mutex_);
   --spare_users_;
@@ -880,7 +885,8 @@ void Context::take_spare() {
   RelaxedCaptureMode relaxed(driver());
   CurrentContext current(driver(), handle_);
   CUdeviceptr fresh = 0;
-  if (driver().call(driver().cuMemAlloc_v2, &fresh, std::size_t{1}) != CUDA_SUCCESS) return;
+  if (current.result() != CUDA_SUCCESS || driver().call(driver().cuMemAlloc_v2, &fresh, std::size_t{1}) != CUDA_SUCCESS)
+    return;
   {
     std::lock_guard lock(mutex_);
     if (generation != events_.generation()) return;  // reset meanwhile: what the address is now is not ours
@@ -1157,13 +1163,15 @@ void Context::stream_going(const StreamIdentity& stream) {
     std::this_thread::yield();  // somebody asks the stream just now: it must not vanish under the question
   }
   // Older drivers have no such fence: an event says when the stream's work is over.
-  if (driver().cuCtxRecordEvent != nullptr || shared_.gate.capturing(driver(), stream.handle)) return;
+  if (driver().cuCtxRecordEvent != nullptr) return;
   const std::uint64_t generation = events_.generation();
   RelaxedCaptureMode relaxed(driver());
-  CUevent event = events_.take(driver(), handle_);
+  CUevent event = nullptr;
+  if (!shared_.gate.capturing(driver(), stream.handle)) event = events_.take(driver(), handle_);
   CurrentContext current(driver(), handle_);
   if (event == nullptr || !note(driver().call(driver().cuEventRecord, event, stream.handle))) {
     shared_.streams.lose();  // nothing will say it
+    if (event != nullptr) events_.put(event, generation);
     return;
   }
   std::lock_guard lock(mutex_);
@@ -1205,6 +1213,8 @@ void Context::discard() {
     if (Arena* arena = slot->load(std::memory_order_relaxed)) forget(*arena);
   }
   farewells_.clear();
+  for (const Piece& piece : refused_) gauges_.held.subtract(piece.bytes);
+  refused_.clear();
   spare_ = 0;
   fences_.abandon();
   events_.discard();
@@ -1230,8 +1240,9 @@ std::uint64_t Context::release_unused(std::uint64_t keep) {
   collect();
   const std::uint64_t generation = events_.generation();
   {
-    std::lock_guard lock(global().mutex);
-    if (global().pool.free_bytes() == 0) return 0;
+    std::lock_guard lock(mutex_);
+    std::lock_guard arena(global().mutex);
+    if (refused_.empty() && global().pool.free_bytes() == 0) return 0;
   }
   if (context_fences()) {
     Fence fence;
@@ -1248,9 +1259,9 @@ std::uint64_t Context::release_unused(std::uint64_t keep) {
   return give_back(detach_unused(keep), generation);
 }
 
-std::vector<CUdeviceptr> Context::detach_unused(std::uint64_t keep) {
+std::vector<Context::Piece> Context::detach_unused(std::uint64_t keep) {
   unused();
-  std::vector<CUdeviceptr> back;
+  std::vector<Piece> back;
   std::uint64_t bytes = 0;
   std::lock_guard lock(global().mutex);
   Pool& pool = global().pool;
@@ -1258,7 +1269,7 @@ std::vector<CUdeviceptr> Context::detach_unused(std::uint64_t keep) {
     Segment* next = segment->next;
     const Block* block = Pool::wholly_free(*segment);
     if (block != nullptr && block->heap == global().clean->index) {
-      back.push_back(segment->address());
+      back.push_back({segment->address(), segment->size()});
       bytes += segment->size();
       pool.remove(segment);
     }
@@ -1269,13 +1280,35 @@ std::vector<CUdeviceptr> Context::detach_unused(std::uint64_t keep) {
   return back;
 }
 
-std::uint64_t Context::give_back(const std::vector<CUdeviceptr>& segments, std::uint64_t generation) noexcept {
-  if (segments.empty() || generation != events_.generation()) return 0;
+std::uint64_t Context::give_back(std::vector<Piece> segments, std::uint64_t generation) {
+  {
+    std::lock_guard lock(mutex_);
+    if (generation != events_.generation()) return 0;
+    segments.insert(segments.end(), refused_.begin(), refused_.end());
+    for (const Piece& piece : refused_) gauges_.held.subtract(piece.bytes);
+    refused_.clear();
+  }
+  if (segments.empty()) return 0;
   RelaxedCaptureMode relaxed(driver());
-  for (CUdeviceptr address : segments) note(driver().call(driver().cuMemFree_v2, address));
-  count(shared_.counters.releases, segments.size());
-  log::debug("device {}: {} segments went back to the driver", device_, segments.size());
-  return segments.size();
+  std::uint64_t gone = 0;
+  for (const Piece& segment : segments) {
+    if (note(driver().call(driver().cuMemFree_v2, segment.address))) {
+      ++gone;
+    } else {
+      refused(segment, generation);
+    }
+  }
+  count(shared_.counters.releases, gone);
+  log::debug("device {}: {} segments went back to the driver", device_, gone);
+  return gone;
+}
+
+void Context::refused(const Piece& piece, std::uint64_t generation) noexcept try {
+  std::lock_guard lock(mutex_);
+  if (generation != events_.generation()) return;  // reset meanwhile: it went along
+  refused_.push_back(piece);
+  gauges_.held.add(piece.bytes);
+} catch (...) {  // no host memory to remember it by: it is lost until the context ends
 }
 
 std::uint64_t Context::relieve(std::uint64_t patience_ns) {

@@ -134,9 +134,11 @@ CUresult begin_capture(CUstream stream, const Real<Fn>& real, Args... args) noex
 }
 
 template <class Fn, class... Args>
-CUresult end_capture(const Real<Fn>& real, Args... args) noexcept {
+CUresult end_capture(CUstream stream, const Real<Fn>& real, Args... args) noexcept {
   const CUresult result = real(args...);
-  if (!in_forked_child()) shared().gate.refresh(shared().driver, thread_id());
+  if (in_forked_child()) return result;
+  if (result == CUDA_SUCCESS) shared().gate.forget(stream, thread_id());
+  shared().gate.refresh(shared().driver, thread_id());
   return result;
 }
 
@@ -570,10 +572,10 @@ CUresult hook_cuStreamBeginCaptureToGraph_ptsz(CUstream stream, CUgraph graph, c
   return begin_capture(per_thread(stream), real_cuStreamBeginCaptureToGraph_ptsz, stream, graph, nodes, edges, n, mode);
 }
 CUresult hook_cuStreamEndCapture(CUstream stream, CUgraph* graph) noexcept {
-  return end_capture(real_cuStreamEndCapture, stream, graph);
+  return end_capture(stream, real_cuStreamEndCapture, stream, graph);
 }
 CUresult hook_cuStreamEndCapture_ptsz(CUstream stream, CUgraph* graph) noexcept {
-  return end_capture(real_cuStreamEndCapture_ptsz, stream, graph);
+  return end_capture(per_thread(stream), real_cuStreamEndCapture_ptsz, stream, graph);
 }
 
 // ---- events ------------------------------------------------------------------------------------------------------

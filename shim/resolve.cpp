@@ -188,6 +188,8 @@ bool bind_driver() noexcept {
   return true;
 }
 
+void* unbound(HookId id) noexcept { return find_in_driver(kInfo[static_cast<std::size_t>(id)].elf); }
+
 void* replacement_of(void* driver_function) noexcept {
   if (is_inert() || !bind_driver()) return driver_function;
   for (std::size_t slot = address_slot(driver_function); g_by_address[slot].function != nullptr;

@@ -238,7 +238,7 @@ BlockPtr AddressMap::Find(std::uintptr_t address) const {
   auto next = blocks_.upper_bound(address);
   if (next == blocks_.begin()) return nullptr;
   const BlockPtr& block = std::prev(next)->second;
-  return address - block->base < block->size ? block : nullptr;
+  return address - block->base < block->reach ? block : nullptr;
 }
 
 BlockPtr LiveBlock(std::uintptr_t address) {
@@ -252,6 +252,7 @@ BlockPtr NewBlock(Block::Kind kind, const ContextPtr& context, Range range, std:
   block->kind = kind;
   block->base = range.base;
   block->size = size;
+  block->reach = size;
   block->range = range;
   block->device = context->device;
   block->context = context;
@@ -294,7 +295,7 @@ bool Accessible(const Context& context, std::uintptr_t address, std::size_t byte
     const bool elsewhere = block->device != context.device;
     if (elsewhere && block->kind == Block::Kind::kDevice && !context.peers.contains(block->context->id)) return false;
     if (elsewhere && block->kind == Block::Kind::kPool && !block->pool->Admits(context.device)) return false;
-    const std::size_t here = std::min(bytes, block->size - (address - block->base));
+    const std::size_t here = std::min(bytes, block->reach - (address - block->base));
     address += here;
     bytes -= here;
   }

@@ -150,6 +150,7 @@ CUdeviceptr Pool::Allocate(Stream& stream, std::size_t bytes) {
   const BlockPtr block = NewBlock(Block::Kind::kPool, stream.context, *range, bytes);
   block->device = device;
   block->pool = shared_from_this();
+  block->reach = range->size;  // of its last owner, whose work may be on its way, the size is not remembered
   Submit(stream, nullptr);
   return block->base;
 }
