@@ -138,7 +138,7 @@ ControlPage* ControlFile::create(std::string_view program, bool helper) noexcept
     struct stat s {};
     error = file.get() < 0 || fchmod(file.get(), 0600) != 0 || fstat(file.get(), &s) != 0
                 ? errno
-                : posix_fallocate(file.get(), 0, sizeof(ControlPage));
+                : reserve(file.get(), sizeof(ControlPage));
     void* at = MAP_FAILED;
     if (error == 0) {
       at = mmap(nullptr, sizeof(ControlPage), PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), 0);
