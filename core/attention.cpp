@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstring>
 #include <optional>
+#include <string>
 
 #include "core/format.h"
 #include "core/log.h"
@@ -86,9 +87,18 @@ void Runtime::answer(ControlPage& page) noexcept {
   const auto at = [](RequestState state) { return static_cast<std::uint64_t>(state); };
   std::uint64_t posted = at(RequestState::posted);
   if (!page.request.compare_exchange_strong(posted, at(RequestState::taken), std::memory_order_acq_rel)) return;
-  const std::string_view text = bounded(page.text);
   page.failed = 0;
   page.answer[0] = '\0';
+  try {
+    fulfil(page, std::string(bounded(page.text)));  // a copy: what others can write may lose its end
+  } catch (...) {
+    page.failed = ENOMEM;
+    put(page.answer, reason_of(ENOMEM));
+  }
+  page.request.store(at(RequestState::done), std::memory_order_release);
+}
+
+void Runtime::fulfil(ControlPage& page, const std::string& text) noexcept {
   switch (page.kind) {
     case RequestKind::track:
       if (const std::optional<TrackLevel> level = parse_track(text)) {
@@ -106,14 +116,17 @@ void Runtime::answer(ControlPage& page) noexcept {
       }
       break;
     case RequestKind::report:
-      page.failed = report_now(page.text[0] != '\0' ? page.text : nullptr);
-      if (page.failed != 0) put(page.answer, reason_of(page.failed));
+      page.failed = report_now(text.empty() ? nullptr : text.c_str());
+      if (page.failed == EBUSY) {
+        put(page.answer, "the exit report of a running process goes there");
+      } else if (page.failed != 0) {
+        put(page.answer, reason_of(page.failed));
+      }
       break;
     default:
       page.failed = ENOSYS;
       put(page.answer, "the process knows no such request");
   }
-  page.request.store(at(RequestState::done), std::memory_order_release);
 }
 
 void Runtime::publish(ControlPage& page) noexcept {

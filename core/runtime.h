@@ -194,6 +194,7 @@ class Runtime {
   void begin_tracking() noexcept;
   void count_towards_start() noexcept;
   void answer(ControlPage& page) noexcept;
+  void fulfil(ControlPage& page, const std::string& text) noexcept;
   void publish(ControlPage& page) noexcept;
 
   Shared shared_;

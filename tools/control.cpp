@@ -172,11 +172,12 @@ int fail(const std::string& problem) {
   return 1;
 }
 
-int request(std::int64_t pid, RequestKind kind, const std::string& text) {
+// `about` begins the line of what the process could not do.
+int request(std::int64_t pid, RequestKind kind, const std::string& text, const std::string& about = {}) {
   const PageSearch search = find_page(pid);
   if (search.pages.empty()) return fail(search.problems.front());
   const Answer answer = ask(search.pages.front(), kind, text, kPatience, say_waiting);
-  return answer.done ? 0 : fail(answer.problem);
+  return answer.done ? 0 : fail(about + answer.problem);
 }
 
 }  // namespace
@@ -197,7 +198,7 @@ int ctl_report(std::int64_t pid, const std::string& path) {
   // The process may be in another folder: it gets an absolute path.
   const std::string absolute =
       std::filesystem::absolute(path.empty() ? fmt::format("cushion-report-{}.json", pid) : path).string();
-  const int status = request(pid, RequestKind::report, absolute);
+  const int status = request(pid, RequestKind::report, absolute, fmt::format("{}: ", Printable<200>(absolute).view()));
   if (status == 0) fmt::print("{}\n", absolute);
   return status;
 }

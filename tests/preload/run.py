@@ -989,10 +989,12 @@ def ctl_errors(setting):
         check(program.level() == "off", "a bad level changed it")
         for words in (["ctl"], ["ctl", program.pid], ["ctl", "-3", "show"], ["ctl", "x", "show"], ["top", "--sort", "x"]):
             check(program.cushion(*words).code == 2, f"{words}")
-        failed = program.start("ctl", program.pid, "report", setting.scratch)
-        while failed.poll() is None:
-            program.ask("allocate 1 99")
-        check(failed.returncode == 1 and "Is a directory" in failed.communicate()[1], "a report to a folder")
+        for path, why in ((setting.scratch, "Is a directory"), (setting.scratch / "kept" / "x" / "r.json", "Not a directory"),
+                          (program.report, "the exit report of a running process")):
+            (setting.scratch / "kept").touch()
+            failed = program.cushion("ctl", program.pid, "report", path, poke=True)
+            line = failed.err.splitlines()[-1]  # a slow machine is told to wait before
+            check(failed.code == 1 and why in line and str(path) in line, f"{path}: {failed}")
         if os.geteuid() == 0:
             other = subprocess.Popen(["sleep", "30"], user=65534)
             check("another user's" in program.fails("show", pid=other.pid), "another user's process")
@@ -1170,6 +1172,18 @@ def top(setting):
               and text[1].split()[0] == str(idle.pid) and "22.89 MiB" in text[1], f"{text}")
         text = busy.cushion("top", "--once", "--sort", "calls").out.splitlines()
         check(text[1].split()[0] == str(busy.pid), f"{text}")
+        terminal, end = pty.openpty()
+        live = subprocess.Popen([setting.build / "cushion", "top", "--interval", "30"], env=busy.env, stdin=end,
+                                stdout=end, stderr=end)
+        os.close(end)
+        seen = b""
+        for key, shown in ((b"", b"sorted by live"), (b"c", b"sorted by calls"), (b"q", None)):
+            os.write(terminal, key)
+            while shown is not None and not (shown in seen and seen.endswith(b"\n") and str(busy.pid).encode() in seen):
+                seen += os.read(terminal, 65536)
+            seen = b""
+        check(live.wait(TIMEOUT_S) == 0, "q does not end it")
+        os.close(terminal)
         busy.ask("pause")
         busy.quit()
         idle.quit()
