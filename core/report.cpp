@@ -328,7 +328,7 @@ class Writer {
     if (blocks == 0) return;
     out_.print("  live    {} blocks, ", blocks);
     print_bytes(bytes, 0);
-    out_.raw(" requested and never freed\n");
+    out_.print(" requested and {}\n", how_ == kRunning ? "not freed yet" : "never freed");
     constexpr std::size_t kMost = 20;
     std::size_t shown = 0;
     for (const LiveGroup& g : live_) {
