@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "core/driver.h"
+#include "core/mutation.h"
 
 namespace cushion {
 
@@ -26,7 +27,7 @@ class CaptureGate {
   // Shared side. True: no capture is open, and none begins until leave().
   bool enter() noexcept {
     recorders_.fetch_add(1, std::memory_order_seq_cst);
-    if (closed_.load(std::memory_order_seq_cst) == 0) return true;
+    if (closed_.load(std::memory_order_seq_cst) == 0 || mutated(Mutation::capture_ignored)) return true;
     leave();
     return false;
   }

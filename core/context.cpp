@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/log.h"
+#include "core/mutation.h"
 #include "core/thread.h"
 
 namespace cushion {
@@ -47,6 +48,12 @@ inline void turn_to(Lane& lane) noexcept {
 // Errors that say "not while a capture is open": the call touched nothing else.
 bool is_capture_error(CUresult r) noexcept {
   return r >= CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED && r <= CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD;
+}
+
+// The wrong fence (contract §3), for a mutation.
+CUresult record_legacy(const Driver& driver, CUcontext context, CUevent event) noexcept {
+  CurrentContext current(driver, context);
+  return driver.cuEventRecord(event, stream_handle(kLegacyStream));
 }
 
 }  // namespace
@@ -348,7 +355,7 @@ bool Context::refill(Arena& arena, const Need& need, LaneRef by) {
     superblock = global().take(whole, by, BlockState::cached);
     if (superblock == nullptr) return false;
     superblock->api = Api::superblock;
-    clean = superblock->heap == global().clean->index;
+    clean = superblock->heap == global().clean->index || mutated(Mutation::superblock_comes_clean);
   }
   const std::uint64_t stamp = fences_.now();
   {
@@ -549,6 +556,7 @@ Context::Grant Context::steal(Arena& arena, const Need& need, const Request& req
     RelaxedCaptureMode relaxed(driver());
     CurrentContext current(driver(), handle_);
     result = on_stream(request.stream->handle, [&](CUstream stream) {
+      if (mutated(Mutation::steal_without_wait)) return CUDA_SUCCESS;
       return driver().call(driver().cuStreamWaitEvent, stream, chosen.event.event, 0u);
     });
   }
@@ -637,7 +645,7 @@ CUresult Context::free(const Found& found) noexcept try {
   // Natively cudaFree of a stream-ordered block does not wait. Deferred frees need context fences to come back.
   const bool waits = block->api != Api::malloc_async;
   if (broken() == CUDA_SUCCESS && fenced && (!waits || options().free == FreeMode::deferred)) {
-    give(found, nullptr, false);
+    give(found, nullptr, mutated(Mutation::deferred_free_is_clean));
     return CUDA_SUCCESS;
   }
   if (options().free == FreeMode::automatic && waits && owes_wait()) {
@@ -678,9 +686,15 @@ bool Context::owes_wait() noexcept {
 CUresult Context::free_async(const Found& found, const StreamIdentity& stream, Context& stream_context) noexcept try {
   if (broken() != CUDA_SUCCESS) return broken();
   if (!found.block->change(found.address, BlockState::live, BlockState::freeing)) return CUDA_ERROR_INVALID_VALUE;
-  if (&stream_context != this || pressure_.load(std::memory_order_relaxed))
+  const bool own = &stream_context == this || mutated(Mutation::foreign_stream_is_own);
+  // By the legacy stream's rule its free comes after the blocking streams' work, and their work after its next
+  // allocation; but nothing is put on it that would tell them so, and an event would hold them back. The whole
+  // context's order covers that.
+  const bool orders_others =
+      own && is_legacy(stream.handle) && shared_.blocking_streams.load(std::memory_order_relaxed);
+  if (!own || (pressure_.load(std::memory_order_relaxed) && !orders_others))
     return free_evented(found, stream, stream_context);
-  give(found, &stream, false);
+  give(found, orders_others ? nullptr : &stream, mutated(Mutation::async_free_is_clean));
   return CUDA_SUCCESS;
 } catch (...) {  // no host memory
   found.block->change(found.address, BlockState::freeing, BlockState::live);
@@ -725,6 +739,11 @@ CUresult Context::free_evented(const Found& found, const StreamIdentity& stream,
     std::lock_guard lock(arena.mutex);
     if (found.generation != arena.generation()) return CUDA_SUCCESS;
     if (arena.evented.size() < arena.evented.capacity()) {
+      if (mutated(Mutation::evented_free_is_clean)) {
+        event.release();
+        arena.give_clean(found.block);
+        return CUDA_SUCCESS;
+      }
       arena.pool.give_evented(found.block, *arena.pending, stamp);
       arena.evented.push_back({found.block, event, foreign ? 0 : by.serial, false});
       return CUDA_SUCCESS;
@@ -752,7 +771,7 @@ void Context::give_cached(Block* stack, LaneRef by) noexcept {
     const std::uint64_t stamp = Magazine::stamp_of(*block);
     Arena& arena = *shared_.map.find(block->address())->arena();  // a cached block keeps its segment here
     std::lock_guard lock(arena.mutex);
-    stamp == 0 ? arena.give_clean(block) : arena.give(block, by, stamp);
+    stamp == 0 || mutated(Mutation::drained_magazine_is_clean) ? arena.give_clean(block) : arena.give(block, by, stamp);
   }
 }
 
@@ -796,7 +815,8 @@ bool Context::return_superblocks(Arena& arena, std::uint64_t keep) {
   std::lock_guard inner(global().mutex);
   for (const Arena::Superblock& s : superblocks) {
     Block* block = shared_.map.find(s.address)->block_at(s.address);
-    s.order == Order::clean ? global().give_clean(block) : global().give(block, s.lane, s.stamp);
+    s.order == Order::clean || mutated(Mutation::superblock_returns_clean) ? global().give_clean(block)
+                                                                           : global().give(block, s.lane, s.stamp);
   }
   return !superblocks.empty();
 }
@@ -804,6 +824,7 @@ bool Context::return_superblocks(Arena& arena, std::uint64_t keep) {
 // ---- fences ------------------------------------------------------------------------------------------------------
 
 CUresult Context::wait_for_context(std::uint64_t& taken) {
+  if (mutated(Mutation::free_does_not_wait)) return CUDA_SUCCESS;
   RelaxedCaptureMode relaxed(driver());
   if (!context_fences()) return native_wait(taken);
   FenceEvent fence{&events_, events_.generation(), events_.take(driver(), handle_)};
@@ -813,7 +834,8 @@ CUresult Context::wait_for_context(std::uint64_t& taken) {
     // One reading of the clock for both calls: on an idle device they are most of what cudaFree costs.
     InsideDriver inside;
     const std::uint64_t start = ticks();
-    result = driver().cuCtxRecordEvent(handle_, fence.event);
+    result = mutated(Mutation::legacy_fence) ? record_legacy(driver(), handle_, fence.event)
+                                             : driver().cuCtxRecordEvent(handle_, fence.event);
     shared_.gate.leave();
     // Not a query first: an idle device takes a moment to complete the event, and a query then costs more than it
     // saves.
@@ -909,7 +931,9 @@ bool Context::record_fence(Fence& fence) {
       complete = false;
       return;
     }
-    const CUresult result = driver().call(driver().cuCtxRecordEvent, context.handle_, event.event);
+    const CUresult result = mutated(Mutation::legacy_fence)
+                                ? record_legacy(driver(), context.handle_, event.event)
+                                : driver().call(driver().cuCtxRecordEvent, context.handle_, event.event);
     shared_.gate.leave();
     complete = complete && context.note(result);
   };
@@ -930,7 +954,7 @@ bool Context::is_complete(std::span<const FenceEvent> events) noexcept {
   return std::all_of(events.begin(), events.end(), [&](const FenceEvent& e) {
     const CUresult result = e.query(driver());
     if (e.pool == &events_) note(result);  // another context's error is its own
-    return result == CUDA_SUCCESS;
+    return result == CUDA_SUCCESS || mutated(Mutation::fence_not_asked);
   });
 }
 
@@ -981,7 +1005,15 @@ void Context::poll(std::uint64_t newest) {
   if (fences_.wants_fence(newest)) {
     Fence fresh;
     fresh.stamp = fences_.advance();
-    if (record_fence(fresh)) fences_.add(std::move(fresh));
+    if (record_fence(fresh)) {
+      if (mutated(Mutation::fence_event_given_back)) {
+        for (FenceEvent& event : fresh.events) event.release();
+      }
+      if (mutated(Mutation::allocation_waits)) {
+        for (const FenceEvent& event : fresh.events) driver().call(driver().cuEventSynchronize, event.event);
+      }
+      fences_.add(std::move(fresh));
+    }
   }
   std::vector<FenceEvent> events;
   for (bool complete = true; complete;) {
@@ -1061,7 +1093,8 @@ bool Context::streams_idle() {
   }
   const auto idle = [&](CUstream stream) { return succeeded(driver().call(driver().cuStreamQuery, stream)); };
   if (!none_left || !shared_.gate.enter()) return false;  // the legacy stream is not touched while a capture is open
-  const bool all = idle(stream_handle(kLegacyStream)) && shared_.streams.all_of(handle_, idle);
+  const bool all = idle(stream_handle(kLegacyStream)) &&
+                   (mutated(Mutation::idle_means_legacy_idle) || shared_.streams.all_of(handle_, idle));
   shared_.gate.leave();
   return all;
 }
@@ -1138,7 +1171,8 @@ void Context::order_after(const StreamIdentity& stream, const Position& position
   Lane& lane = *by.lane;
   lane.enter();
   std::erase_if(lane.before, [&](const Lane::Before& b) { return b.stamp <= fences_.clean_through(); });
-  lane.order_after({position.serial, position.stamp, position.lane});
+  const std::uint64_t stamp = mutated(Mutation::wait_orders_later_frees) ? kAnyStamp : position.stamp;
+  lane.order_after({position.serial, stamp, position.lane});
   for (const Lane::Before& earlier : position.before) lane.order_after(earlier);
   lane.leave();
 }
@@ -1151,6 +1185,7 @@ void Context::synchronized(std::uint64_t stamp, std::uint64_t generation) {
 }
 
 void Context::stream_going(const StreamIdentity& stream) {
+  if (mutated(Mutation::stream_known_by_handle)) return;
   for (;;) {
     std::unique_lock lock(mutex_);
     const auto found = lanes_.find(stream.id);
@@ -1182,6 +1217,7 @@ void Context::stream_going(const StreamIdentity& stream) {
 // the next incarnation, which it gets only when this is over, and finds its arena's generation changed. Then the arenas
 // forget their memory, the global one last: until they have, their superblocks must be found in the map.
 void Context::discard() {
+  if (mutated(Mutation::reset_forgets_nothing)) return;
   std::lock_guard lock(mutex_);
   const auto end = [&](Lane& lane) {
     lane.enter();

@@ -31,6 +31,7 @@
 #include "core/async.h"
 #include "core/fence.h"
 #include "core/lane.h"
+#include "core/mutation.h"
 #include "core/patience.h"
 #include "core/pool.h"
 #include "core/shared.h"
@@ -170,7 +171,7 @@ class Context {
   void give_cached(Block* stack, LaneRef by) noexcept;      // likewise: to its arena, each of the stack
   void tidy_lanes();
   std::uint64_t takes_through(const Lane& lane) const noexcept {
-    return lane.is_stream() ? kAnyStamp : fences_.clean_through();
+    return lane.is_stream() || mutated(Mutation::host_lane_takes_unclean) ? kAnyStamp : fences_.clean_through();
   }
 
   // ---- allocation

@@ -7,6 +7,7 @@
 #include <ctime>
 
 #include "core/log.h"
+#include "core/mutation.h"
 #include "core/report.h"
 #include "core/thread.h"
 
@@ -240,13 +241,14 @@ CUresult Runtime::ask_identity(StreamCache& cache) noexcept {
     // Before driver 12.0 there are no ids. A handle serves: the destroy hook ends its lane before it is reused.
     unsigned long long id = is_per_thread(stream) ? static_cast<std::uint64_t>(thread_id()) | std::uint64_t{1} << 63
                                                   : reinterpret_cast<std::uintptr_t>(stream);
-    if (driver.cuStreamGetId != nullptr) {
+    if (driver.cuStreamGetId != nullptr && !mutated(Mutation::stream_known_by_handle)) {
       if (const CUresult result = driver.cuStreamGetId(stream, &id); result != CUDA_SUCCESS) return result;
     }
     cache.identity.id = id;
   }
   if (is_per_thread(stream)) {
     cache.identity.owner_thread = thread_id();
+    shared_.blocking_streams.store(true, std::memory_order_relaxed);
     shared_.streams.lose();  // only its own thread can ask it
   }
   cache.context = context_of(owner);
@@ -548,7 +550,8 @@ void Runtime::forget_event(CUevent event) noexcept {
   event_count_.store(static_cast<int>(events_->size()), std::memory_order_relaxed);
 }
 
-void Runtime::stream_created(CUstream stream) noexcept try {
+void Runtime::stream_created(CUstream stream, unsigned flags) noexcept try {
+  if ((flags & CU_STREAM_NON_BLOCKING) == 0) shared_.blocking_streams.store(true, std::memory_order_relaxed);
   if (shared_.driver.cuCtxRecordEvent != nullptr) return;
   CUcontext context = nullptr;
   if (shared_.driver.call(shared_.driver.cuCtxGetCurrent, &context) == CUDA_SUCCESS) {

@@ -11,6 +11,7 @@
 #include "driver.h"
 #include "pool.h"
 #include "settings.h"
+#include "stepped.h"
 
 namespace emu {
 namespace {
@@ -41,7 +42,12 @@ BlockPtr Freeable(std::uintptr_t address) {
 void WaitAndRelease(Lock& lock, const BlockPtr& block) {
   Require(block->context->broken == CUDA_SUCCESS, block->context->broken);
   block->freed = true;
+  if (FreeReturns() && block->kind == Block::Kind::kDevice) {
+    Join(Pending(*block->context), [block] { Release(block); });
+    return;
+  }
   WaitFor(lock, Pending(*block->context));
+  Observe(Covered(*block->context));
   Release(block);
   Require(block->context->broken == CUDA_SUCCESS, block->context->broken);
 }
