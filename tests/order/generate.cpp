@@ -52,11 +52,13 @@ class Generator {
     streams_[1] = Below(2) == 0;
     non_blocking_ = Below(2) == 0;
     most_blocks_ = 1 + Below(kBlocks);
+    simple_ = Below(4) == 0;
   }
 
   Program Make() {
     Program program;
     const std::size_t length = 20 + Below(kMostSteps - 20);
+    if (simple_) MakeSimple(program, length / 2);
     if (contexts_ > 1 && Below(4) != 0) Push(program, {.what = Do::kCtxCreate});
     for (int stream = 0; stream <= static_cast<int>(Below(3)); ++stream)
       Push(program, {.what = Do::kStreamCreate,
@@ -73,6 +75,39 @@ class Generator {
  private:
   std::size_t Below(std::size_t most) { return std::uniform_int_distribution<std::size_t>(0, most - 1)(random_); }
   int Any(int count) { return static_cast<int>(Below(static_cast<std::size_t>(count))); }
+
+  // One thread and the legacy stream, nothing that the host could watch: all of a program in one order.
+  void MakeSimple(Program& program, std::size_t length) {
+    while (program.size() < length) {
+      Step step = Random();
+      switch (step.what) {
+        case Do::kAlloc:
+        case Do::kAllocAsync:
+        case Do::kFree:
+        case Do::kFreeAsync:
+        case Do::kLaunch:
+        case Do::kRead:
+        case Do::kFill:
+        case Do::kCopy:
+        case Do::kUpload:
+        case Do::kDownload:
+        case Do::kStreamSync:
+        case Do::kStreamQuery:
+        case Do::kRecord:
+        case Do::kEventSync:
+        case Do::kEventQuery:
+        case Do::kEventDestroy:
+        case Do::kCtxSync:
+        case Do::kReset:
+        case Do::kMemInfo:
+          step.thread = step.context = step.stream = 0;
+          Push(program, step);
+          break;
+        default:
+          if (Below(200) == 0) return;
+      }
+    }
+  }
 
   // A slot that is live, or that is not; any where there is none.
   template <std::size_t n>
@@ -191,7 +226,7 @@ class Generator {
   int threads_ = 1, contexts_ = 1;
   std::array<unsigned, std::size(kWeights)> weights_{};
   unsigned total_ = 0;
-  bool non_blocking_ = false;
+  bool non_blocking_ = false, simple_ = false;
   std::size_t most_blocks_ = kBlocks;
   int thread_ = 0, capturing_ = kFirstCreatedStream, capturer_ = 0;
   std::array<bool, kStreams> streams_{};

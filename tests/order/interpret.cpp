@@ -117,6 +117,8 @@ struct Kernel {
   }
 };
 
+constexpr int kSecondDevice = 2;  // the slot of its primary context
+
 class Interpreter {
  public:
   Interpreter(const Program& program, const RunOptions& options, Trace& trace)
@@ -154,11 +156,7 @@ class Interpreter {
 
   void Start() {
     driver().Init(0);
-    for (int slot : {2, 0}) {
-      ContextSlot& context = contexts_[at(slot)];
-      context.device = slot / 2;
-      context.live = driver().DevicePrimaryCtxRetain(&context.handle, context.device) == CUDA_SUCCESS;
-    }
+    Retain(0);
     driver().CtxSetCurrent(contexts_[0].handle);
     CUmodule module = nullptr;
     driver().ModuleLoadData(&module, "");
@@ -198,8 +196,16 @@ class Interpreter {
 
   // ---- what a step names ---------------------------------------------------------------------------------------
 
+  // The primary context of a device.
+  void Retain(int slot) {
+    ContextSlot& context = contexts_[at(slot)];
+    context.device = slot / 2;
+    context.live = driver().DevicePrimaryCtxRetain(&context.handle, context.device) == CUDA_SUCCESS;
+  }
+
   ContextSlot& Enter(int slot) {
     ContextSlot& context = contexts_[at(slot)];
+    if (slot == kSecondDevice && context.handle == nullptr) Retain(slot);
     Need(context.live);
     driver().CtxSetCurrent(context.handle);
     return context;

@@ -31,6 +31,7 @@ std::vector<Setup> MakeAll() {
     const Environment chosen{{"CUSHION_ALLOCATOR", allocator}};
     const auto with = [&](const Environment& more) { return Make("", chosen, more).environment; };
     both(allocator, chosen);
+    setups.push_back(Make(std::string(allocator) + "_auto", with({{"CUSHION_FREE", "auto"}})));
     both(std::string(allocator) + "_tight", with(tight));
     both(std::string(allocator) + "_full", with(full));
     both(std::string(allocator) + "_no_magazine", with({{"CUSHION_MAGAZINE_SIZE", "0"}}));
