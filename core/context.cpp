@@ -77,6 +77,11 @@ Context::Context(Shared& shared, CUcontext handle, CUdevice device, std::uint64_
       primary_(primary),
       magazine_limit_(shared.options->magazine_size.of(device_bytes)),
       superblock_size_(shared.options->superblock_size.of(device_bytes)),
+      gauges_([&]() -> Gauges& {
+        if (Gauges* shown = shared.page->add_context(device)) return *shown;
+        own_gauges_ = std::make_unique<Gauges>();
+        return *own_gauges_;
+      }()),
       async_(shared, *this) {
   arenas_[0].store(new Arena(shared.map, *this, 0), std::memory_order_release);
   for (unsigned i = 0; i < kHostLanes; ++i) {
@@ -97,6 +102,17 @@ bool Context::note(CUresult result) noexcept {
 
 bool Context::context_fences() const noexcept {
   return driver().cuCtxRecordEvent != nullptr && !shared_.green_contexts.load(std::memory_order_relaxed);
+}
+
+void Context::settle() noexcept {
+  const auto tell = [](Lane& lane) {
+    lane.enter();
+    lane.tally.settle();
+    lane.leave();
+  };
+  for (const auto& lane : host_) tell(*lane);
+  for (LaneNode* node = all_lanes_.load(std::memory_order_acquire); node != nullptr; node = node->next)
+    tell(node->lane);
 }
 
 Usage Context::usage() const noexcept {
@@ -256,7 +272,7 @@ inline Context::Grant Context::hand_out(Block& block, const Request& request) co
   block.api = request.api;
   block.live.requested = request.bytes;
   block.live.stream = request.stream != nullptr ? static_cast<std::uint32_t>(request.stream->id) : 0;
-  const bool track = options().track != TrackLevel::off;
+  const bool track = shared_.tracks();
   block.live.time = track ? ticks() : 0;
   block.live.thread = track ? static_cast<std::uint32_t>(thread_id()) : 0;
   return {&block, block.address(), block.size};

@@ -125,6 +125,9 @@ class Context {
 
   void broke(CUresult sticky) noexcept { note(sticky); }
 
+  // Brings the gauges up to date: what the lanes have not told them yet.
+  void settle() noexcept;
+
   // Readable without any lock: the gauges, and what the lanes have not told them yet.
   Usage usage() const noexcept;
   template <class Visit>
@@ -273,7 +276,8 @@ class Context {
   std::vector<std::unique_ptr<Lane>> host_;  // kHostLanes of them
   FenceSet fences_;
   EventPool events_;
-  Gauges gauges_;
+  std::unique_ptr<Gauges> own_gauges_;  // where the control page has no more room
+  Gauges& gauges_;
   std::atomic<CUstream> fill_stream_{nullptr};
   AsyncAllocator async_;
   std::atomic<LaneNode*> all_lanes_{nullptr};

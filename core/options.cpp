@@ -5,6 +5,7 @@
 // microseconds and a handful of host allocations, once in a program's life; inert() allocates nothing.
 #include "core/options.h"
 
+#include <signal.h>
 #include <sys/auxv.h>
 
 #include <algorithm>
@@ -173,6 +174,44 @@ bool parse(std::string_view text, std::string_view range, Duration& out) noexcep
   return true;
 }
 
+bool parse(std::string_view text, std::string_view, TrackLevel& out) noexcept {
+  const std::optional<TrackLevel> level = parse_track(text);
+  if (level) out = *level;
+  return level.has_value();
+}
+
+bool parse(std::string_view text, std::string_view, TrackStart& out) noexcept {
+  constexpr Unit kCalls[] = {{"calls", 1}, {"call", 1}};
+  if (const std::optional<Duration> time = parse_duration(text)) {
+    out = {.ns = time->ns, .calls = 0};
+    return true;
+  }
+  const std::optional<Quantity> quantity = split_quantity(text);
+  const std::optional<std::uint64_t> calls = quantity ? scaled(*quantity, kCalls) : std::nullopt;
+  if (!calls || quantity->fraction != 0) return false;
+  out = {.ns = 0, .calls = *calls};
+  return true;
+}
+
+constexpr std::pair<std::string_view, int> kToggleSignals[] = {{"USR1", SIGUSR1}, {"USR2", SIGUSR2}};
+
+bool parse(std::string_view text, std::string_view, ToggleSignal& out) noexcept {
+  if (same_word(text, "off")) {
+    out = {};
+    return true;
+  }
+  int number = 0;
+  const auto [rest, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  const bool is_number = error == std::errc{} && rest == text.data() + text.size();
+  if (text.size() > 3 && same_word(text.substr(0, 3), "SIG")) text.remove_prefix(3);
+  for (const auto& [name, signal] : kToggleSignals) {
+    if (is_number ? number != signal : !same_word(text, name)) continue;
+    out = {signal};
+    return true;
+  }
+  return false;
+}
+
 bool parse(std::string_view text, std::string_view, Text& out) {
   out = text;
   return true;
@@ -193,6 +232,19 @@ std::string write(const Size& size, std::string_view) {
 }
 
 std::string write(const Duration& duration, std::string_view) { return with_unit(duration.ns, kDurationUnits); }
+
+std::string write(TrackLevel level, std::string_view) { return std::string(name_of(level)); }
+
+std::string write(const TrackStart& start, std::string_view) {
+  return start.calls != 0 ? std::to_string(start.calls) + "calls" : with_unit(start.ns, kDurationUnits);
+}
+
+std::string write(const ToggleSignal& toggle, std::string_view) {
+  for (const auto& [name, signal] : kToggleSignals) {
+    if (toggle.number == signal) return std::string(name);
+  }
+  return "off";
+}
 
 std::string write(const Text& text, std::string_view) { return text; }
 

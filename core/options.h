@@ -11,14 +11,16 @@
 #include <string_view>
 #include <vector>
 
+#include "core/track.h"
+
 namespace cushion {
 
 enum class AllocatorKind : std::uint8_t { pool, arena, binning, async, cuda };
 enum class FreeMode : std::uint8_t { sync, deferred, automatic };
 enum class InitMode : std::uint8_t { none, zero, junk };
-enum class TrackLevel : std::uint8_t { off, on };
 enum class LogLevel : std::uint8_t { off, error, warn, info, debug, trace };
 enum class DisableMode : std::uint8_t { automatic, never, always };
+enum class CtlMode : std::uint8_t { off, on };
 
 // What INIT=zero and INIT=junk write; junk is NaN as a float or a double, and -1 as an integer.
 constexpr unsigned char fill_byte(InitMode mode) noexcept { return mode == InitMode::zero ? 0 : 0xFF; }

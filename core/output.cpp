@@ -38,6 +38,34 @@ int descriptor_named(std::string_view path) noexcept {
   return -1;
 }
 
+// While it lives, what this thread writes raises no signal.
+class Unsignalled {
+ public:
+  Unsignalled() noexcept {
+    sigset_t raised;
+    sigemptyset(&raised);
+    sigaddset(&raised, SIGPIPE);
+    sigaddset(&raised, SIGXFSZ);
+    pthread_sigmask(SIG_BLOCK, &raised, &before_);
+  }
+  ~Unsignalled() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  Unsignalled(const Unsignalled&) = delete;
+  Unsignalled& operator=(const Unsignalled&) = delete;
+
+  // What our own call ended with: the signal that it raised goes, and no other.
+  void failed(int error) noexcept {
+    if (error != EPIPE && error != EFBIG) return;
+    constexpr timespec kNow{};
+    sigset_t ours;
+    sigemptyset(&ours);
+    sigaddset(&ours, error == EPIPE ? SIGPIPE : SIGXFSZ);
+    sigtimedwait(&ours, nullptr, &kNow);
+  }
+
+ private:
+  sigset_t before_;
+};
+
 int closed_with(int fd, int error) noexcept {
   ::close(fd);
   errno = error;
@@ -47,12 +75,7 @@ int closed_with(int fd, int error) noexcept {
 }  // namespace
 
 int write_all(int fd, std::string_view text) noexcept {
-  sigset_t raised;
-  sigset_t before;
-  sigemptyset(&raised);
-  sigaddset(&raised, SIGPIPE);
-  sigaddset(&raised, SIGXFSZ);
-  pthread_sigmask(SIG_BLOCK, &raised, &before);
+  Unsignalled quiet;
   int error = 0;
   while (!text.empty() && error == 0) {
     const ssize_t n = ::write(fd, text.data(), text.size());
@@ -62,14 +85,14 @@ int write_all(int fd, std::string_view text) noexcept {
       error = n == 0 ? ENOSPC : errno;
     }
   }
-  if (error == EPIPE || error == EFBIG) {  // the signal that our own write raised, and no other
-    constexpr timespec kNow{};
-    sigset_t ours;
-    sigemptyset(&ours);
-    sigaddset(&ours, error == EPIPE ? SIGPIPE : SIGXFSZ);
-    sigtimedwait(&ours, nullptr, &kNow);
-  }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  quiet.failed(error);
+  return error;
+}
+
+int reserve(int fd, off_t size) noexcept {
+  Unsignalled quiet;
+  const int error = posix_fallocate(fd, 0, size);
+  quiet.failed(error);
   return error;
 }
 

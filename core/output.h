@@ -7,12 +7,17 @@
 // Safe in signal handlers; allocates nothing.
 #pragma once
 
+#include <sys/types.h>
+
 #include <string_view>
 
 namespace cushion {
 
 // 0, or the errno of what could not be written.
 int write_all(int fd, std::string_view text) noexcept;
+
+// Gives the open file `size` bytes of room, zeros: 0, or the errno of why there is none (a full disk, a file limit).
+int reserve(int fd, off_t size) noexcept;
 
 // Whether output to `path` goes straight to it: a device, a pipe, or anything under /dev and /proc. Nothing is ever
 // created, truncated or renamed there.

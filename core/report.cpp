@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <limits>
 #include <string_view>
 #include <tuple>
 
@@ -15,6 +16,7 @@
 #include "core/log.h"
 #include "core/output.h"
 #include "core/runtime.h"
+#include "core/totals.h"
 #include "core/utf8.h"
 
 namespace cushion {
@@ -74,17 +76,17 @@ class Out {
   char buffer_[2048];
 };
 
-// Live blocks of one device, call, stream and size.
+// Live blocks of one device, call, stream and size, of those that were tracked or of those that were not.
 struct LiveGroup {
   std::uint64_t size = 0;
   std::uint64_t count = 0;
-  std::uint64_t oldest = 0;  // ticks; 0: allocated while tracking was off
+  std::uint64_t oldest = 0;  // ticks; 0: allocated while tracking was off, as all of the group
   std::uint32_t stream = 0;  // 0: host-ordered
   int device = 0;
   Api api = Api::malloc;
   bool foreign = false;
 
-  auto key() const noexcept { return std::make_tuple(device, foreign, api, stream, size); }
+  auto key() const noexcept { return std::make_tuple(device, foreign, api, stream, size, oldest == 0); }
 };
 
 // The live blocks of the process, grouped, in scratch memory of their own.
@@ -137,8 +139,7 @@ class LiveList {
       if (kept != 0 && groups_[kept - 1].key() == groups_[i].key()) {
         LiveGroup& into = groups_[kept - 1];
         into.count += groups_[i].count;
-        if (into.oldest == 0 || (groups_[i].oldest != 0 && groups_[i].oldest < into.oldest))
-          into.oldest = groups_[i].oldest;
+        into.oldest = std::min(into.oldest, groups_[i].oldest);
       } else {
         groups_[kept++] = groups_[i];
       }
@@ -170,8 +171,8 @@ struct DeviceBytes {
       add(1, context.usage().handed_out);
       add(2, context.usage().held);
     });
-    add(0, shared.from_driver_pool[static_cast<std::size_t>(device)]);
-    add(3, shared.forwarded[static_cast<std::size_t>(device)]);
+    add(0, shared.from_driver_pool(device));
+    add(3, shared.forwarded(device));
   }
   bool any() const noexcept {
     return std::any_of(std::begin(peak), std::end(peak), [](std::uint64_t bytes) { return bytes != 0; });
@@ -185,35 +186,6 @@ struct DeviceBytes {
   }
 };
 
-// The counters of the process: the contexts' and those that belong to none.
-struct Totals {
-  std::uint64_t served[kApis]{};
-  std::uint64_t forwarded[kApis]{};
-  std::uint64_t wait_ticks = 0;
-#define CUSHION_COUNTER(field, key, text) std::uint64_t field = 0;
-  CUSHION_COUNTERS(CUSHION_COUNTER)
-#undef CUSHION_COUNTER
-
-  explicit Totals(Shared& shared) noexcept {
-    add(shared.counters);
-    shared.for_each_context([&](const Context& context) { context.for_each_tally([&](const Tally& t) { add(t); }); });
-  }
-  void add(const Tally& from) noexcept {
-    for (int i = 0; i < kApis; ++i) served[i] += from.served[i].load(std::memory_order_relaxed);
-    frees_served += from.frees.load(std::memory_order_relaxed);
-  }
-  void add(const Counters& from) noexcept {
-    for (int i = 0; i < kApis; ++i) {
-      served[i] += from.served[i].load(std::memory_order_relaxed);
-      forwarded[i] += from.forwarded[i].load(std::memory_order_relaxed);
-    }
-    wait_ticks += from.wait_ticks.load(std::memory_order_relaxed);
-#define CUSHION_COUNTER(field, key, text) field += from.field.load(std::memory_order_relaxed);
-    CUSHION_COUNTERS(CUSHION_COUNTER)
-#undef CUSHION_COUNTER
-  }
-};
-
 struct CounterField {
   const char* key;
   const char* text;
@@ -223,16 +195,13 @@ struct CounterField {
 constexpr CounterField kCounters[] = {CUSHION_COUNTERS(CUSHION_COUNTER)};
 #undef CUSHION_COUNTER
 
-std::uint64_t sum(const std::uint64_t (&counters)[kApis]) noexcept {
-  std::uint64_t total = 0;
-  for (const std::uint64_t c : counters) total += c;
-  return total;
-}
+constexpr char kRunning[] = "running";  // how it ended: not yet
 
 class Writer {
  public:
   Writer(Runtime& runtime, const char* how, Patience patience, Out& out) noexcept
-      : shared_(runtime.shared()),
+      : runtime_(runtime),
+        shared_(runtime.shared()),
         counters_(shared_),
         program_(runtime.program()),
         how_(how),
@@ -260,7 +229,17 @@ class Writer {
       out_.quoted(setting);
       comma = ", ";
     }
-    out_.raw("},\n  \"devices\": [");
+    out_.print("}},\n  \"tracking\": {{\"level\": \"{}\", \"switches\": {}}},\n  \"marks\": [",
+               name_of(shared_.page->level()), runtime_.track_switches());
+    comma = "";
+    for (const NamedMoment& mark : runtime_.marks()) {
+      out_.raw(comma);
+      out_.raw("{\"name\": ");
+      out_.quoted(mark.name);
+      out_.print(", \"age_s\": {:.6f}, \"live\": {}}}", tick_.seconds(now_.tick - mark.tick), mark.live);
+      comma = ", ";
+    }
+    out_.raw("],\n  \"devices\": [");
     comma = "\n";
     for (int d = 0; d < Shared::kDevices; ++d) {
       const DeviceBytes bytes(shared_, d);
@@ -306,8 +285,13 @@ class Writer {
   }
 
   void text() noexcept {
-    out_.print("cushion: {} (pid {}) ended by {} after {:.3f} s\n", std::string_view(program_.name).substr(0, 200),
-               program_.pid, how_, duration());
+    out_.print("cushion: {} (pid {}) {}{} after {:.3f} s\n", std::string_view(program_.name).substr(0, 200),
+               program_.pid, how_ == kRunning ? "" : "ended by ", how_, duration());
+    for (const NamedMoment& mark : runtime_.marks()) {
+      out_.print("  mark    {:>10.3f} s ago  ", tick_.seconds(now_.tick - mark.tick));
+      print_bytes(mark.live, 10);
+      out_.print(" live  {}\n", Printable<64>(mark.name).view());
+    }
     for (int d = 0; d < Shared::kDevices; ++d) {
       const DeviceBytes bytes(shared_, d);
       if (!bytes.any()) continue;
@@ -344,7 +328,7 @@ class Writer {
     if (blocks == 0) return;
     out_.print("  live    {} blocks, ", blocks);
     print_bytes(bytes, 0);
-    out_.raw(" requested and never freed\n");
+    out_.print(" requested and {}\n", how_ == kRunning ? "not freed yet" : "never freed");
     constexpr std::size_t kMost = 20;
     std::size_t shown = 0;
     for (const LiveGroup& g : live_) {
@@ -353,7 +337,11 @@ class Writer {
       print_bytes(g.size, 10);
       out_.print("  {:<16} device {}  stream ", kApiNames[static_cast<int>(g.api)], g.device);
       print_stream(g, "-", "");
-      if (g.oldest != 0) out_.print("  oldest {:.3f} s", tick_.seconds(now_.tick - g.oldest));
+      if (g.oldest != 0) {
+        out_.print("  oldest {:.3f} s", tick_.seconds(now_.tick - g.oldest));
+      } else {
+        out_.raw("  allocated while tracking was off");
+      }
       out_.raw(g.foreign ? "  (from the driver)\n" : "\n");
     }
     if (live_.size() > kMost)
@@ -393,6 +381,7 @@ class Writer {
     out_.print("{:>{}}", text, width);
   }
 
+  const Runtime& runtime_;
   Shared& shared_;
   const Totals counters_;
   const Runtime::Program& program_;
@@ -509,6 +498,49 @@ ReportFile claim_report(std::string path, long pid, timespec loaded) {
   return file;
 }
 
+namespace {
+
+// The open file's content, then its name: 0, or an errno, and then the file is gone. An empty `partial`: it keeps its
+// name.
+int fill(Runtime& runtime, int fd, const char* partial, const char* path, const char* how, Patience patience) noexcept {
+  Out out(fd);
+  Writer writer(runtime, how, patience, out);
+  std::string_view(path).ends_with(".txt") ? writer.text() : writer.json();
+  int error = out.finish();
+  if (*partial != '\0') {
+    if (error == 0 && ::rename(partial, path) != 0) error = errno;
+    if (error != 0) ::unlink(partial);
+  }
+  if (::close(fd) != 0 && error == 0) error = errno;
+  return error;
+}
+
+}  // namespace
+
+int write_report_now(Runtime& runtime, const char* path) noexcept try {
+  if (path == nullptr) {
+    Out out(STDERR_FILENO);
+    Writer(runtime, kRunning, Patience::some, out).text();
+    return out.finish();
+  }
+  if (is_special_file(path)) {
+    const int fd = open_special(path);
+    return fd < 0 ? errno : fill(runtime, fd, "", path, kRunning, Patience::some);
+  }
+  struct stat s {};
+  if (stat(path, &s) == 0 && S_ISDIR(s.st_mode)) return EISDIR;
+  errno = 0;
+  if (!make_parents(path)) return errno != 0 ? errno : ENOTDIR;
+  // What was there before is replaced, however new it is.
+  constexpr timespec kNever{std::numeric_limits<time_t>::max(), 0};
+  const std::string partial = partial_of(path);
+  const int fd = claim(path, partial, kNever);
+  if (fd < 0) return fd == -1 ? EBUSY : errno;
+  return fill(runtime, fd, partial.c_str(), path, kRunning, Patience::some);
+} catch (...) {
+  return ENOMEM;
+}
+
 void write_report(Runtime& runtime, const char* how, Patience patience) noexcept {
   const ReportFile& file = runtime.program().report;
   const char* path = file.path.c_str();
@@ -519,20 +551,9 @@ void write_report(Runtime& runtime, const char* how, Patience patience) noexcept
     out.finish();
     return;
   }
-  const bool special = file.partial.empty();
-  const int fd = special ? open_special(path) : open_claimed(file);
+  const int fd = file.partial.empty() ? open_special(path) : open_claimed(file);
   int error = fd < 0 ? errno : 0;
-  if (fd >= 0) {
-    Out out(fd);
-    Writer writer(runtime, how, patience, out);
-    std::string_view(path).ends_with(".txt") ? writer.text() : writer.json();
-    error = out.finish();
-    if (::close(fd) != 0 && error == 0) error = errno;
-    if (!special) {
-      if (error == 0 && ::rename(file.partial.c_str(), path) != 0) error = errno;
-      if (error != 0) ::unlink(file.partial.c_str());
-    }
-  }
+  if (fd >= 0) error = fill(runtime, fd, file.partial.c_str(), path, how, patience);
   if (error != 0) complain_of(path, error);
 }
 

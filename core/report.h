@@ -2,7 +2,8 @@
 // keys README explains) or as text.
 //
 // Written from host memory only: not one CUDA call. The same code serves exit and a deadly signal, so it allocates
-// nothing (its scratch comes from mmap), uses little stack, and waits for a lock only as long as `Patience` says.
+// nothing (its scratch comes from mmap; a report on demand, which no handler writes, allocates the names of files), uses
+// little stack, and waits for a lock only as long as `Patience` says.
 #pragma once
 
 #include <sys/types.h>
@@ -29,6 +30,10 @@ struct ReportFile {
 // the pid is appended. If it cannot be written, complains once and returns an empty path. A path that is a device or a
 // pipe is taken as it is.
 ReportFile claim_report(std::string path, long pid, timespec loaded);
+
+// Writes a report now, of a process that goes on: as JSON, or as text if the path ends in .txt; text to stderr if the
+// path is null. It is written beside the path and renamed. 0, or why not.
+int write_report_now(Runtime& runtime, const char* path) noexcept;
 
 // Writes the report where the options want it; nothing if they want none.
 void write_report(Runtime& runtime, const char* how, Patience patience) noexcept;

@@ -78,6 +78,12 @@ bool Runtime::start(const char* const* environment, const char* program, const L
   }
   shared_.options = new Options(std::move(read.options));
 
+  if (ControlPage* page = control_file_.create(about->name, options().ctl == CtlMode::on)) {
+    page->word.store(shared_.own_page.word.load(std::memory_order_relaxed), std::memory_order_relaxed);
+    shared_.page = page;
+  }
+  begin_tracking();
+
   log::open(options().log_level, expand_path(options().log_file, about->pid, about->host, about->name));
   if (!options().report.empty()) {
     about->report =
@@ -286,7 +292,7 @@ bool Runtime::serve_from_driver_pool(Context& context, CUdeviceptr* out, std::si
   const std::uint64_t generation = context.generation();
   PoolBlock served;
   if (!context.async().allocate(bytes, &served)) return false;
-  ForeignBlock block{bytes, options().track != TrackLevel::off ? ticks() : 0, context.handle(), context.device(), api};
+  ForeignBlock block{bytes, shared_.tracks() ? ticks() : 0, context.handle(), context.device(), api};
   block.server = &context;
   block.base = served.base;
   try {
@@ -397,7 +403,7 @@ void Runtime::forwarded_block(Api api, CUdeviceptr address, std::size_t bytes, C
                               bool stream_ordered) noexcept try {
   if (address == 0) return;
   const Driver& driver = shared_.driver;
-  ForeignBlock block{bytes, options().track != TrackLevel::off ? ticks() : 0, nullptr, 0, api};
+  ForeignBlock block{bytes, shared_.tracks() ? ticks() : 0, nullptr, 0, api};
   {
     InsideDriver inside;
     CUdevice device = 0;
@@ -678,7 +684,9 @@ void Runtime::every_pool_changed() noexcept {
 
 void Runtime::report(const char* how, Patience patience) noexcept {
   if (program_ == nullptr || program_->pid != getpid()) return;  // a forked child, or a vfork child about to exec
-  if (!reported_.exchange(true)) write_report(*this, how, patience);
+  if (reported_.exchange(true)) return;
+  write_report(*this, how, patience);
+  control_file_.remove();
 }
 
 }  // namespace cushion

@@ -15,6 +15,8 @@
 #include <vector>
 
 #include "core/context.h"
+#include "core/control_file.h"
+#include "core/marks.h"
 #include "core/patience.h"
 #include "core/report.h"
 #include "core/shared.h"
@@ -121,9 +123,26 @@ class Runtime {
   }
   void every_pool_changed() noexcept;
 
+  // ---- while the program runs (attention.cpp)
+  // What is asked for is done: called by an allocation where shared().wants_attention(), and by the helper thread.
+  [[gnu::noinline]] void attend() noexcept;
+  void set_track(TrackLevel level) noexcept;
+  // The same before start(), and not beside it: then the environment does not decide.
+  void choose_track(TrackLevel level) noexcept {
+    set_track(level);
+    chosen_ = true;
+  }
+  void toggle_track() noexcept;               // at the next allocation; safe in a signal handler
+  bool mark(std::string_view name) noexcept;  // false: there are too many already
+  int report_now(const char* path) noexcept;  // null: as text to stderr. 0, or an errno
+  const Marks& marks() const noexcept { return marks_; }
+  std::uint64_t track_switches() const noexcept { return switches_.load(std::memory_order_relaxed); }
+  void forked() noexcept { control_file_.detach(); }  // in the child
+
   // ---- the end
-  // Writes the report if one is wanted and none was written. `how` is what a person reads ("exit", "signal 11").
-  // Allocates nothing, and leaves out what a lock protects that it cannot get: this thread may hold it.
+  // Writes the report if one is wanted and none was written, and removes the control page. `how` is what a person reads
+  // ("exit", "signal 11"). Allocates nothing, and leaves out what a lock protects that it cannot get: this thread may
+  // hold it.
   void report(const char* how, Patience patience) noexcept;
 
   template <class Visit>
@@ -147,7 +166,7 @@ class Runtime {
   const Program& program() const noexcept { return *program_; }
 
  private:
-  static std::size_t index_of(CUdevice device) noexcept { return static_cast<std::size_t>(device) % Shared::kDevices; }
+  static std::size_t index_of(CUdevice device) noexcept { return static_cast<std::size_t>(device) % kDevices; }
 
   Context* context_of(CUcontext handle) noexcept;  // makes it if it can be served; null if not
   Context* current_context() noexcept;
@@ -170,10 +189,25 @@ class Runtime {
   // These want foreign_mutex_.
   void add_foreign(CUdeviceptr address, const ForeignBlock& block);
   Gauge& foreign_bytes(const ForeignBlock& block) noexcept {
-    return (block.server != nullptr ? shared_.from_driver_pool : shared_.forwarded)[index_of(block.device)];
+    const int device = static_cast<int>(index_of(block.device));
+    return block.server != nullptr ? shared_.from_driver_pool(device) : shared_.forwarded(device);
   }
 
+  TrackLevel level_when_on() const noexcept;
+  void begin_tracking() noexcept;
+  void count_towards_start() noexcept;
+  void answer(ControlPage& page) noexcept;
+  void fulfil(ControlPage& page, const std::string& text) noexcept;
+  void publish(ControlPage& page) noexcept;
+
   Shared shared_;
+  ControlFile control_file_;
+  std::mutex attend_mutex_;                     // whoever answers requests; tried only
+  std::atomic<unsigned> toggles_{0};            // signals not answered yet, modulo 2; relaxed: kAttention shows it
+  std::atomic<std::uint64_t> calls_before_{0};  // allocation calls counted towards TRACK_AFTER; orders nothing
+  std::atomic<std::uint64_t> switches_{0};      // of the level; orders nothing
+  bool chosen_ = false;                         // by the program, before start()
+  Marks marks_;
   Program* program_ = nullptr;
   std::atomic<bool> reported_{false};
 
@@ -182,7 +216,7 @@ class Runtime {
   std::vector<CUcontext> accessors_;  // had peer access enabled before start()
 
   // cudaMallocAsync on these devices goes to the driver: the program manages its pools (contract §3).
-  std::array<std::atomic<bool>, Shared::kDevices> native_async_{};
+  std::array<std::atomic<bool>, kDevices> native_async_{};
 
   std::mutex events_mutex_;      // protects events_; a leaf
   struct Known {                 // of an event
@@ -194,7 +228,7 @@ class Runtime {
   std::unordered_map<CUevent, Known>* events_ = nullptr;
   std::atomic<int> event_count_{0};  // events_'s size, readable without the lock
 
-  std::mutex foreign_mutex_;  // protects *foreign_, shared_.forwarded and shared_.from_driver_pool; a leaf
+  std::mutex foreign_mutex_;  // protects *foreign_ and the page's gauges of devices; a leaf
   std::uint64_t foreign_serial_ = 0;
   std::unordered_map<CUdeviceptr, ForeignBlock>* foreign_ = nullptr;  // made by start()
 };

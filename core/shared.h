@@ -6,6 +6,7 @@
 
 #include "core/address_map.h"
 #include "core/capture.h"
+#include "core/control_page.h"
 #include "core/counters.h"
 #include "core/driver.h"
 #include "core/legacy_order.h"
@@ -18,16 +19,25 @@ namespace cushion {
 class Context;
 
 struct Shared {
-  static constexpr int kDevices = 128;
+  static constexpr int kDevices = cushion::kDevices;
   static constexpr int kContexts = 512;
 
   Driver driver;
   CaptureGate gate;
   AddressMap map;
   Counters counters;  // what no context's lock protects
+  // The level of tracking and the live figures: in our own memory, and from start() on in a file if one can be had. Set
+  // before the first context, never again.
+  ControlPage own_page;
+  ControlPage* page = &own_page;
+  bool tracks() const noexcept { return page->level() != TrackLevel::off; }
+  // Whether an allocation call must turn aside (Runtime::attend): a relaxed load of the word that tracks() reads too.
+  bool wants_attention() const noexcept { return page->word.load(std::memory_order_relaxed) > ControlPage::kLevel; }
   // Bytes by device, under Runtime's foreign_mutex_: served by the driver itself, and by the async allocator.
-  std::array<Gauge, kDevices> forwarded{};
-  std::array<Gauge, kDevices> from_driver_pool{};
+  Gauge& forwarded(int device) noexcept { return page->devices[static_cast<std::size_t>(device)].forwarded; }
+  Gauge& from_driver_pool(int device) noexcept {
+    return page->devices[static_cast<std::size_t>(device)].from_driver_pool;
+  }
   const Options* options = nullptr;  // set once, before the first context
 
   // Contexts are added and never removed (a handle that comes again finds its old object), so readers need no lock:

@@ -14,6 +14,7 @@
 #include "core/format.h"
 #include "core/log.h"
 #include "core/options.h"
+#include "shim/helper.h"
 #include "shim/hooks.h"
 
 namespace cushion {
@@ -60,17 +61,43 @@ void on_deadly_signal(int number, siginfo_t* info, void*) noexcept {
   errno = saved;
 }
 
+// Whether the program left the signal alone.
+bool is_default(int number) noexcept {
+  struct sigaction now {};
+  return sigaction(number, nullptr, &now) == 0 && (now.sa_flags & SA_SIGINFO) == 0 && now.sa_handler == SIG_DFL;
+}
+
 void watch_signals() noexcept {
   for (const int number : kDeadly) {
-    struct sigaction now {};
-    if (sigaction(number, nullptr, &now) != 0 || (now.sa_flags & SA_SIGINFO) != 0 || now.sa_handler != SIG_DFL)
-      continue;
+    if (!is_default(number)) continue;
     struct sigaction ours {};
     ours.sa_sigaction = on_deadly_signal;
     ours.sa_flags = SA_SIGINFO | SA_ONSTACK;
     sigemptyset(&ours.sa_mask);
     sigaction(number, &ours, nullptr);
   }
+}
+
+// The signal of TRACK_SIGNAL. A vfork child has our handlers and our memory, and is not us.
+void on_toggle(int) noexcept {
+  const int saved = errno;
+  if (g_life.load(std::memory_order_acquire) == Life::serving && runtime().program().pid == getpid())
+    runtime().toggle_track();
+  errno = saved;
+}
+
+// Before watch_signals, which leaves alone what is not default.
+void watch_toggle(int number) noexcept {
+  if (number == 0) return;
+  if (!is_default(number)) {
+    log::complain("CUSHION_TRACK_SIGNAL: the program handles this signal itself, and keeps it");
+    return;
+  }
+  struct sigaction ours {};
+  ours.sa_handler = on_toggle;
+  ours.sa_flags = SA_RESTART | SA_ONSTACK;
+  sigemptyset(&ours.sa_mask);
+  sigaction(number, &ours, nullptr);
 }
 
 void finish(const char* how) noexcept {
@@ -92,7 +119,10 @@ void in_forking_parent() noexcept {
   g_start_mutex.unlock();
 }
 void in_forked_child() noexcept {
-  if (g_life.load(std::memory_order_relaxed) == Life::serving) g_life.store(Life::forked, std::memory_order_release);
+  if (g_life.load(std::memory_order_relaxed) == Life::serving) {
+    g_life.store(Life::forked, std::memory_order_release);
+    runtime().forked();
+  }
   in_forking_parent();
 }
 
@@ -128,7 +158,10 @@ void start(const char* checker) noexcept {
   const bool started = runtime().start(environ, program_invocation_short_name, g_loaded);
   if (started) {
     at_quick_exit(at_quick_exit_hook);
+    watch_toggle(runtime().options().track_signal.number);
     watch_signals();
+    if (runtime().options().ctl == CtlMode::on && !start_helper(runtime()))
+      log::complain("CUSHION_CTL: no thread can be had; the next allocation call answers");
   }
   g_life.store(started ? Life::serving : Life::native, std::memory_order_release);
 }
@@ -160,6 +193,18 @@ void start_serving() noexcept {
   const char* const checker = access_checker();
   std::lock_guard lock(g_start_mutex);
   start(checker);
+}
+
+bool may_start() noexcept {
+  return g_life.load(std::memory_order_acquire) == Life::fresh && !inert(program_invocation_short_name);
+}
+
+bool choose_track_before_start(TrackLevel level) noexcept {
+  if (!may_start()) return false;
+  std::lock_guard lock(g_start_mutex);
+  if (g_life.load(std::memory_order_relaxed) != Life::fresh) return false;
+  runtime().choose_track(level);
+  return true;
 }
 
 }  // namespace cushion

@@ -27,7 +27,15 @@ inline Runtime* serving() noexcept {
 // The same for calls that allocate device memory: they start it.
 inline Runtime* serving_allocation() noexcept {
   if (g_life.load(std::memory_order_acquire) == Life::fresh && t_inside == 0) start_serving();
-  return serving();
+  Runtime* rt = serving();
+  if (rt != nullptr && rt->shared().wants_attention()) [[unlikely]]
+    rt->attend();
+  return rt;
 }
+
+// For the C API. Before the first device allocation, in a program that Cushion will serve (as far as the environment
+// says): sets the level to begin with. False otherwise.
+bool choose_track_before_start(TrackLevel level) noexcept;
+bool may_start() noexcept;
 
 }  // namespace cushion

@@ -41,7 +41,9 @@ Runtime* fast_path() noexcept {
   Runtime* rt = serving();
   if (rt == nullptr || t_seen.context == nullptr || g_exiting.load(std::memory_order_relaxed)) return nullptr;
   const Shared& shared = rt->shared();
-  const bool good = !shared.gate.may_be_open() && t_seen.epoch == shared.handle_epoch.load(std::memory_order_acquire);
+  // What is asked for is done by the driver's hook, which serves the call then.
+  const bool good = !shared.gate.may_be_open() && !shared.wants_attention() &&
+                    t_seen.epoch == shared.handle_epoch.load(std::memory_order_acquire);
   return good ? rt : nullptr;
 }
 Runtime* fast_path_in_current() noexcept {

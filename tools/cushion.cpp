@@ -1,6 +1,7 @@
-// cushion: the launcher. `run` starts a program under Cushion, `options` prints the table, `doctor` says
-// whether preloading takes effect. Exit status: the program's own; 2 for a usage error or a bad option; 126 and
-// 127 as a shell's for a program that cannot be executed or found.
+// cushion: the launcher. `run` starts a program under Cushion, `ctl` asks one that runs, `top` shows all of them,
+// `options` prints the table, `doctor` says whether preloading takes effect. Exit status: with `run` the program's own;
+// else 0, or 1 if what was asked for was not done; 2 for a usage error or a bad option; 126 and 127 as a shell's for a
+// program that cannot be executed or found.
 #include <fmt/core.h>
 #include <stdlib.h>
 
@@ -14,8 +15,10 @@
 #include <vector>
 
 #include "core/options.h"
+#include "tools/control.h"
 #include "tools/doctor.h"
 #include "tools/launch.h"
+#include "tools/top.h"
 
 extern char** environ;
 
@@ -139,6 +142,33 @@ int main_of(int argc, char** argv) {
   doctor_command->add_option("--library", library, "The libcushion.so to look at, if not this launcher's own")
       ->type_name("FILE");
 
+  std::int64_t pid = 0;
+  std::string argument;
+  bool json = false;
+  CLI::App* const ctl_command = app.add_subcommand("ctl", "Ask a process that runs under Cushion");
+  ctl_command->add_option("pid", pid, "The process")->required()->type_name("PID")->check(CLI::PositiveNumber);
+  ctl_command->require_subcommand(1);
+  CLI::App* const ctl_show_command = ctl_command->add_subcommand("show", "Its figures");
+  ctl_show_command->add_flag("--json", json, "As a line of JSON");
+  CLI::App* const ctl_track_command = ctl_command->add_subcommand("track", "Switch its tracking");
+  ctl_track_command->add_option("level", argument, "As CUSHION_TRACK")->required()->type_name("LEVEL");
+  CLI::App* const ctl_mark_command = ctl_command->add_subcommand("mark", "Name this moment in its report");
+  ctl_mark_command->add_option("name", argument, "The moment's name")->required()->type_name("NAME");
+  CLI::App* const ctl_report_command = ctl_command->add_subcommand("report", "Have it write its report now");
+  ctl_report_command
+      ->add_option("path", argument, "JSON, or text if it ends in .txt (default: cushion-report-PID.json here)")
+      ->type_name("PATH");
+
+  TopSettings settings;
+  CLI::App* const top_command = app.add_subcommand("top", "Show all processes that run under Cushion");
+  top_command->add_option("--interval", settings.interval_s, "Seconds between two looks")
+      ->check(CLI::Range(0.1, 3600.0));
+  top_command->add_option("--sort", settings.sort, "By " + sort_keys() + " (default: live)")
+      ->type_name("KEY")
+      ->check([](const std::string& key) { return is_sort_key(key) ? std::string() : "use " + sort_keys(); });
+  top_command->add_flag("--once", settings.once, "Look once (for half a second, so that rates are known), and end");
+  top_command->add_flag("--json", settings.json, "The same, as a line of JSON for each process");
+
   // What follows the first `--` is the program's; without one, the program is the first word that is no flag.
   const std::vector<std::string> words(argv + 1, argv + argc);
   const bool runs = !words.empty() && words.front() == "run";
@@ -153,6 +183,11 @@ int main_of(int argc, char** argv) {
     if (bar != words.end()) command.insert(command.end(), command.empty() ? bar + 1 : bar, words.end());
     return run(library, std::move(command));
   }
+  if (*ctl_track_command) return ctl_track(pid, argument);
+  if (*ctl_mark_command) return ctl_mark(pid, argument);
+  if (*ctl_report_command) return ctl_report(pid, argument);
+  if (*ctl_show_command) return ctl_show(pid, json);
+  if (*top_command) return top(settings);
   if (*doctor_command) return diagnose(program, library);
   if (markdown) {
     print_markdown();

@@ -819,6 +819,385 @@ def before_and_after_main(setting):
     setting.compare([setting.program("lifetime")])
 
 
+# --- asked while it runs -----------------------------------------------------------------------------------
+
+class Churn:
+    """A running tests/preload/churn, and the control folder that it and the launcher share."""
+
+    def __init__(self, setting, *args, preload=True, **options):
+        self.setting = setting
+        self.report = setting.scratch / f"end-{setting.runs}.json"
+        setting.runs += 1
+        self.control = setting.scratch / "run" / "cushion"
+        self.control.parent.mkdir(exist_ok=True)
+        self.env = {"PATH": os.environ["PATH"], "LD_LIBRARY_PATH": str(setting.build / "emulator"),
+                    "ASAN_OPTIONS": "verify_asan_link_order=0:detect_leaks=0", "XDG_RUNTIME_DIR": str(self.control.parent)}
+        options = {"CUSHION_REPORT": self.report, **options}
+        env = {**self.env, **{name: str(value) for name, value in options.items() if value is not None}}
+        if preload:
+            env["LD_PRELOAD"] = str(setting.shim)
+        self.process = subprocess.Popen([setting.program("churn"), *args], env=env, stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1)
+        self.pid = self.process.pid
+        check(self.read() == "ready", "the program does not start")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
+
+    def read(self):
+        return self.process.stdout.readline().strip()
+
+    def tell(self, line):
+        self.process.stdin.write(line + "\n")
+
+    def ask(self, line):
+        self.tell(line)
+        return self.read()
+
+    def start(self, *words):
+        return subprocess.Popen([self.setting.build / "cushion", *(str(word) for word in words)], env=self.env,
+                                cwd=self.setting.scratch, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                stderr=subprocess.PIPE, text=True)
+
+    def cushion(self, *words, poke=False):
+        """The launcher with these words; `poke`: the program allocates until it has ended."""
+        done = self.start(*words)
+        while poke and done.poll() is None:
+            check(self.ask("allocate 1 99") == "allocated 1", "the program does not allocate")
+            time.sleep(0.01)
+        out, err = done.communicate(timeout=TIMEOUT_S)
+        return Result(done.returncode, out, err, [])
+
+    def ctl(self, *words, poke=False, pid=None):
+        result = self.cushion("ctl", pid or self.pid, *words, poke=poke)
+        check(result.code == 0, f"ctl {words}: {result}")
+        return result
+
+    def fails(self, *words, pid=None, code=1):
+        result = self.cushion("ctl", pid or self.pid, *words)
+        check(result.code == code and result.out == "", f"ctl {words}: {result}")
+        one_line(result)
+        return result.err
+
+    def report_now(self, poke=False):
+        path = self.ctl("report", self.setting.scratch / "now.json", poke=poke).out.strip()
+        return json.loads(Path(path).read_text())
+
+    def helpers(self):
+        """The threads of the name that Cushion gives its helper."""
+        return [task for task in Path(f"/proc/{self.pid}/task").iterdir()
+                if (task / "comm").read_text() == "cushion\n"]
+
+    def level(self):
+        return json.loads(self.ctl("show", "--json").out)["track"]
+
+    def quit(self):
+        check(self.ask("quit") == "failed 0", "calls failed")
+        check(self.process.wait(TIMEOUT_S) == 17, f"exit code {self.process.returncode}")
+        return json.loads(self.report.read_text()) if self.report.exists() else None
+
+
+def blocks_of(report, size):
+    """The live blocks of this size: how many, and whether they were tracked, in all groups."""
+    groups = [group for group in report["live"] if group["size"] == size]
+    return sum(group["count"] for group in groups), {group["oldest_age_s"] is not None for group in groups}
+
+
+@case
+def ctl_switches_tracking(setting):
+    """Off, on and off again while 8 threads allocate: no block is lost, each says how it was allocated."""
+    with Churn(setting, "8") as program:
+        check(program.ask("allocate 3 700001") == "allocated 3", "")
+        program.tell("go")
+        time.sleep(0.1)
+        program.ctl("track", "on")
+        check(program.level() == "on", "not switched on")
+        check(program.ask("allocate 4 700002") == "allocated 4", "")
+        check(program.ask("allocate 1 700003") == "allocated 1", "")
+        time.sleep(0.2)
+        program.ctl("track", "off")
+        check(program.ask("allocate 5 700003") == "allocated 5", "")
+        for round in range(10):  # and wildly
+            program.ctl("track", "on" if round % 2 == 0 else "off")
+        program.ctl("mark", "after the switches")
+        _, blocks, size = program.ask("pause").split()
+        report = program.report_now(poke=True)
+        for wanted, count, tracked in ((700001, 3, False), (700002, 4, True), (700003, 6, None)):
+            ways = {True, False} if tracked is None else {tracked}  # of one size some were, some were not
+            check(blocks_of(report, wanted) == (count, ways), f"{wanted}: {report['live']}")
+        poked, _ = blocks_of(report, 99)
+        check(report["live_complete"] and sum(group["count"] for group in report["live"]) == int(blocks) + 13 + poked,
+              f"{blocks} blocks in the threads, {report['live']}")
+        live = int(size) + 3 * 700001 + 4 * 700002 + 6 * 700003 + 99 * poked
+        check(sum(group["count"] * group["size"] for group in report["live"]) == live, f"{live} bytes: {report['live']}")
+        check(report["devices"][0]["requested"]["current"] == live, f"{live} bytes: {report['devices']}")
+        check(report["tracking"] == {"level": "off", "switches": 12}, f"{report['tracking']}")
+        check(report["program"]["end"] == "running" and report["program"]["pid"] == program.pid, f"{report['program']}")
+        check([mark["name"] for mark in report["marks"]] == ["after the switches"], f"{report['marks']}")
+        end = program.quit()
+        check(end["live"] == [] and end["program"]["end"] == "exit", f"{end['live']}")
+        check(not list(program.control.iterdir()), "the page outlives its process")
+
+
+@case
+def ctl_helper_thread(setting):
+    """CUSHION_CTL=on: a program that does nothing is answered at once; without it ctl gives up, and nothing happens."""
+    with Churn(setting, CUSHION_CTL="on", CUSHION_TRACK_SIGNAL="USR2") as program:
+        check(program.helpers() == [], "a thread before the first allocation")
+        check(program.ask("allocate 1 5000000") == "allocated 1", "")
+        helper = program.helpers()
+        check(len(helper) == 1, f"{helper}")
+        blocked = int(re.search(r"SigBlk:\s*(\w+)", (helper[0] / "status").read_text()).group(1), 16)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
+            check(blocked >> (number - 1) & 1, f"the helper takes {number}")
+        started = time.monotonic()
+        program.ctl("track", "on")
+        check(program.level() == "on" and time.monotonic() - started < 3, "not at once")
+        report = program.report_now()
+        check(report["tracking"] == {"level": "on", "switches": 1}, f"{report['tracking']}")
+        check(program.ask("fork") == "child 0" and program.level() == "on", "the child reached its parent's page")
+        program.quit()
+    with Churn(setting) as program:
+        threads = len(os.listdir(f"/proc/{program.pid}/task"))
+        program.ask("allocate 1 5000000")
+        check(program.helpers() == [], "a helper without CUSHION_CTL")
+        check(setting.sanitized or len(os.listdir(f"/proc/{program.pid}/task")) == threads, "a thread without CUSHION_CTL")
+        started = time.monotonic()
+        result = program.cushion("ctl", program.pid, "track", "on")
+        check(4 < time.monotonic() - started < 10, "5 s expected")
+        check(result.code == 1 and "waiting for the next allocation call" in result.err.splitlines()[0]
+              and "made no allocation call in 5 s: nothing was done" in result.err.splitlines()[1], f"{result}")
+        program.ask("allocate 1 100")
+        check(program.level() == "off", "a request that was given up took effect")
+        program.ctl("track", "on", poke=True)
+        check(program.level() == "on", "not switched on")
+        program.quit()
+
+
+@case
+def ctl_errors(setting):
+    with Churn(setting) as program, Churn(setting, preload=False) as plain:
+        check("has no control page" in program.fails("show"), "before the first allocation")
+        check(not program.control.exists(), "a page before the first allocation")
+        program.ask("allocate 1 100")
+        check([path.stat().st_mode & 0o7777 for path in (program.control, *program.control.iterdir())]
+              == [0o700, 0o600], "modes of the page and its folder")
+        plain.ask("allocate 1 100")
+        check("has no control page" in program.fails("track", "on", pid=plain.pid), "without Cushion")
+        gone = subprocess.Popen(["true"])
+        gone.wait()
+        check("there is no process" in program.fails("track", "on", pid=gone.pid), "a dead process")
+        check("use off, on" in program.fails("track", "loud", code=2), "a bad level")
+        check(program.level() == "off", "a bad level changed it")
+        for words in (["ctl"], ["ctl", program.pid], ["ctl", "-3", "show"], ["ctl", "x", "show"], ["top", "--sort", "x"]):
+            check(program.cushion(*words).code == 2, f"{words}")
+        for path, why in ((setting.scratch, "Is a directory"), (setting.scratch / "kept" / "x" / "r.json", "Not a directory"),
+                          (program.report, "the exit report of a running process")):
+            (setting.scratch / "kept").touch()
+            failed = program.cushion("ctl", program.pid, "report", path, poke=True)
+            line = failed.err.splitlines()[-1]  # a slow machine is told to wait before
+            check(failed.code == 1 and why in line and str(path) in line, f"{path}: {failed}")
+        if os.geteuid() == 0:
+            other = subprocess.Popen(["sleep", "30"], user=65534)
+            check("another user's" in program.fails("show", pid=other.pid), "another user's process")
+            other.kill()
+            other.wait()
+        # The pid goes on as another program, which is not the process that had the page.
+        program.tell(f"exec {shutil.which('sleep')}")
+        while (Path(f"/proc/{program.pid}/comm")).read_text() != "sleep\n":
+            time.sleep(0.01)
+        check("has no control page" in program.fails("track", "on"), "after exec")
+        check(program.cushion("top", "--once", "--json").out == "", "top shows what is gone")
+        check(not list(program.control.iterdir()), "the stale page stays")
+        plain.quit()
+
+
+@case
+def ctl_forged_page(setting):
+    """A page that is not what its process made is refused, and the process goes on."""
+    with Churn(setting) as program:
+        program.ask("allocate 1 100")
+        page, = program.control.iterdir()
+        good = page.read_bytes()
+        kept = setting.scratch / "kept"
+        page.rename(kept)
+        for forged, words in ((b"", "truncated"), (good[:100], "truncated"), (good[:-1], "truncated"),
+                              (b"x" * len(good), "no control page"), (good[:8] + b"\xff" + good[9:], "another version"),
+                              (good[:16] + b"\x01\0\0\0" + good[20:], "another process's")):
+            page.write_bytes(forged)
+            page.chmod(0o600)
+            check(words in program.fails("track", "on") and "cannot be trusted" in program.fails("show"), words)
+        page.unlink()
+        page.symlink_to(kept)
+        check("symbolic link" in program.fails("track", "on"), "a link")
+        page.unlink()
+        kept.rename(page)
+        # Whatever a page says, its reader stays within it.
+        with page.open("r+b") as file:
+            file.seek(good.index(b"\0" * 4096))
+            file.write(b"\xff" * 4096)
+        program.ctl("show")
+        program.cushion("top", "--once")
+        check(program.ask("allocate 1 100") == "allocated 1", "the process does not go on")
+
+
+@case
+def ctl_after_kill(setting):
+    with Churn(setting) as program:
+        program.ask("allocate 1 100")
+        program.process.kill()
+        program.process.wait()
+        check(len(list(program.control.iterdir())) == 1, "no page is left to be recognised")
+        check("there is no process" in program.fails("show"), "a dead process")
+        program.cushion("top", "--once")
+        check(not list(program.control.iterdir()), "the stale page stays")
+
+
+@case
+def track_signal(setting):
+    with Churn(setting, CUSHION_TRACK_SIGNAL="USR2") as program:
+        program.ask("allocate 1 5001")
+        for size, tracked in ((5002, True), (5003, False), (5004, True)):
+            program.process.send_signal(signal.SIGUSR2)
+            time.sleep(0.05)
+            program.ask(f"allocate 1 {size}")
+            report = program.report_now(poke=True)
+            check(blocks_of(report, size) == (1, {tracked}), f"{size}: {report['live']}")
+        check(program.ask("fork") == "child 0", "the child")
+        check(program.level() == "on", "a child's signal switched its parent")
+        check(program.quit()["tracking"] == {"level": "on", "switches": 3}, "switches")
+    with Churn(setting, "0", "handle", CUSHION_TRACK_SIGNAL="SIGUSR2") as program:
+        program.ask("allocate 1 5001")
+        program.process.send_signal(signal.SIGUSR2)
+        time.sleep(0.05)
+        program.ask("allocate 1 5001")
+        check(program.level() == "off", "the program's handler is gone")
+        check(program.quit()["tracking"]["switches"] == 0, "switches")
+        check("the program handles this signal itself" in program.process.stderr.read(), "no line on stderr")
+
+
+@case
+def track_after(setting):
+    with Churn(setting, CUSHION_TRACK_AFTER="10calls") as program:
+        program.ask("allocate 10 5001")
+        program.ask("allocate 10 5002")
+        report = program.quit()
+        check(report["tracking"] == {"level": "on", "switches": 1}, f"{report['tracking']}")
+    with Churn(setting, CUSHION_TRACK_AFTER="10calls", CUSHION_TRACK="on") as program:
+        program.ask("allocate 10 5001")
+        program.ask("allocate 7 5002")
+        report = program.report_now(poke=True)
+        check(blocks_of(report, 5001) == (10, {False}) and blocks_of(report, 5002) == (7, {True}), f"{report['live']}")
+    with Churn(setting, CUSHION_TRACK_AFTER="1s") as program:
+        started = time.monotonic()
+        program.ask("allocate 1 5001")
+        time.sleep(max(0, 1.1 - (time.monotonic() - started)))
+        program.ask("allocate 1 5002")
+        report = program.report_now(poke=True)
+        check(blocks_of(report, 5001) == (1, {False}) and blocks_of(report, 5002) == (1, {True}), f"{report['live']}")
+    with Churn(setting, CUSHION_TRACK_AFTER="1h") as program:
+        program.ask("allocate 1 5001")
+        check(program.level() == "off", "too early")
+        program.ctl("track", "off", poke=True)
+        check(program.quit()["tracking"] == {"level": "off", "switches": 0}, "")
+
+
+@case
+def c_api(setting):
+    with Churn(setting, preload=False) as program:
+        check([program.ask(line) for line in ("track on", "mark x", f"report {setting.scratch}/r.json", "null")]
+              == ["1", "1", "1", "1 1"], "not harmless without Cushion")
+        program.quit()
+    with Churn(setting, CUSHION_TRACK="off") as program:
+        check(program.ask(f"report {setting.scratch}/r.json") == "2", "a report of nothing")
+        check([program.ask(line) for line in ("track loud", "null", "track on", "mark first")] == ["3", "3 3", "0", "0"],
+              "before the first allocation")
+        program.ask("allocate 2 6000000")
+        check([program.ask("mark " + "y" * 100), program.ask(f"report {setting.scratch}/r/r.json"),
+               program.ask(f"report {setting.scratch}/r.txt"), program.ask("report /dev/null"),
+               program.ask(f"report {setting.scratch}")] == ["0", "0", "0", "0", "5"], "answers")
+        report = json.loads((setting.scratch / "r" / "r.json").read_text())
+        check(blocks_of(report, 6000000) == (2, {True}), f"{report['live']}")
+        check([(mark["name"], mark["live"]) for mark in report["marks"]] == [("first", 0), ("y" * 63, 12000000)],
+              f"{report['marks']}")
+        text = (setting.scratch / "r.txt").read_text()
+        check(re.search(r"\(pid \d+\) running after .*\n  mark .* live  first\n", text), text)
+        program.ask("track off")
+        program.ask("allocate 1 6000001")
+        program.ask(f"report {setting.scratch}/r.txt")
+        text = (setting.scratch / "r.txt").read_text()
+        check(re.search(r"1 x .*allocated while tracking was off\n", text), text)
+        check([program.ask("mark z") for _ in range(255)][-2:] == ["0", "4"], "256 marks are kept")
+        check(len(program.quit()["marks"]) == 256, "marks")
+    with Churn(setting, CUSHION_DISABLE="1") as program:
+        program.ask("allocate 1 5000")
+        check([program.ask(line) for line in ("track on", "mark x", "report /dev/null")] == ["2", "2", "2"], "inert")
+        program.quit()
+
+
+@case
+def c_header(setting):
+    """The header is C, and C++."""
+    compiler = shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise Skip("no C compiler")
+    source = Path(__file__).resolve().parents[2]
+    file = setting.scratch / "program.c"
+    file.write_text('#include "include/cushion.h"\nint main(void) { return cushion_set_track("on") + cushion_mark("x") + '
+                    'cushion_report(0) - 3; }\n')
+    for standard in ("c99", "c11", "c++11"):
+        language = "c++" if "+" in standard else "c"
+        subprocess.run([compiler, f"-x{language}", f"-std={standard}", "-Wall", "-Wextra", "-Werror", "-pedantic", "-I",
+                        source, "-xc", file, "-o", setting.scratch / "program", "-ldl"] if language == "c" else
+                       [compiler, "-xc++", f"-std={standard}", "-Wall", "-Wextra", "-Werror", "-Wold-style-cast", "-pedantic",
+                        "-I", source, "-fsyntax-only", file], check=True)
+    check(subprocess.run([setting.scratch / "program"]).returncode == 0, "not harmless without Cushion")
+
+
+@case
+def top(setting):
+    with Churn(setting, "2") as busy, Churn(setting, CUSHION_CTL="on") as idle:
+        for program, count in ((busy, 1), (idle, 3)):
+            program.ask(f"allocate {count} 8000000")
+        busy.tell("go")
+        result = busy.cushion("top", "--once", "--json")
+        check(result.code == 0 and result.err == "", f"{result}")
+        seen = {entry["pid"]: entry for entry in map(json.loads, result.out.splitlines())}
+        check(set(seen) == {busy.pid, idle.pid}, f"{result.out}")
+        check(seen[idle.pid]["devices"] == [{"device": 0, "live": 24000000, "held": seen[idle.pid]["devices"][0]["held"],
+                                             "peak": 24000000}], f"{seen[idle.pid]}")
+        check(seen[idle.pid]["devices"][0]["held"] >= 24000000, f"{seen[idle.pid]}")
+        check(seen[idle.pid]["calls"] == 3 and seen[idle.pid]["calls_per_s"] == 0, f"{seen[idle.pid]}")
+        check(seen[busy.pid]["calls_per_s"] > 0 and seen[busy.pid]["program"] == "churn", f"{seen[busy.pid]}")
+        text = busy.cushion("top", "--once", "--sort", "live").out.splitlines()
+        check(len(text) == 3 and text[0].split()[:3] == ["PID", "PROGRAM", "DEV"]
+              and text[1].split()[0] == str(idle.pid) and "22.89 MiB" in text[1], f"{text}")
+        text = busy.cushion("top", "--once", "--sort", "calls").out.splitlines()
+        check(text[1].split()[0] == str(busy.pid), f"{text}")
+        terminal, end = pty.openpty()
+        live = subprocess.Popen([setting.build / "cushion", "top", "--interval", "30"], env=busy.env, stdin=end,
+                                stdout=end, stderr=end)
+        os.close(end)
+        seen = b""
+        for key, shown in ((b"", b"sorted by live"), (b"c", b"sorted by calls"), (b"q", None)):
+            os.write(terminal, key)
+            while shown is not None and not (shown in seen and seen.endswith(b"\n") and str(busy.pid).encode() in seen):
+                seen += os.read(terminal, 65536)
+            seen = b""
+        check(live.wait(TIMEOUT_S) == 0, "q does not end it")
+        os.close(terminal)
+        busy.ask("pause")
+        busy.quit()
+        idle.quit()
+        text = busy.cushion("top", "--once").out
+        check("no process of yours" in text, text)
+
+
 @case
 def preload_list_kept(setting):
     """A child sees the LD_PRELOAD that its parent was given: nothing is taken out, nothing added."""

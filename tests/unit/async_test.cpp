@@ -226,9 +226,9 @@ TEST_F(AsyncTest, ServedBlocksAreCountedAndRemembered) {
   EXPECT_EQ(counters().served[static_cast<int>(Api::malloc)], 2u);
   EXPECT_EQ(counters().frees_served, 1u);
   EXPECT_EQ(counters().frees_forwarded, 0u);
-  EXPECT_EQ(shared().from_driver_pool[0].current(), 1'000u);
-  EXPECT_EQ(shared().from_driver_pool[0].peak(), 3'000u);
-  EXPECT_EQ(shared().forwarded[0].peak(), 0u);
+  EXPECT_EQ(shared().from_driver_pool(0).current(), 1'000u);
+  EXPECT_EQ(shared().from_driver_pool(0).peak(), 3'000u);
+  EXPECT_EQ(shared().forwarded(0).peak(), 0u);
   EXPECT_EQ(live(), 1u);
   runtime.for_each_foreign(Patience::some, [&](CUdeviceptr address, const ForeignBlock& block) {
     EXPECT_EQ(address, a);
@@ -480,7 +480,7 @@ TEST_F(AsyncTest, AFreeOfAsyncMemoryWaitsForNobodyAndIsKnown) {
   EXPECT_TRUE(s.Busy());
   EXPECT_EQ(live(), 0u);
   EXPECT_EQ(counters().frees_forwarded, 1u);
-  EXPECT_EQ(shared().forwarded[0].current(), 0u);
+  EXPECT_EQ(shared().forwarded(0).current(), 0u);
   EXPECT_EQ(used(), 8 * kMiB) << "it may be in use";
   EXPECT_NE(MallocAsync(8 * kMiB, t), p);
   CHECK_CU(1, Free(p));
@@ -568,7 +568,7 @@ TEST_F(AsyncTest, AFreeThatFailsLeavesTheBlockLive) {
   CHECK_CU(999, FreeAsync(p, s));
   table().cuMemFreeAsync = real_free;
   EXPECT_EQ(live(), 1u);
-  EXPECT_EQ(shared().from_driver_pool[0].current(), 1'000u);
+  EXPECT_EQ(shared().from_driver_pool(0).current(), 1'000u);
   CHECK_CU(0, Free(p));
   EXPECT_EQ(live(), 0u);
 }
@@ -668,7 +668,7 @@ TEST_F(AsyncTest, AResetTakesBlocksAndStreamsAlong) {
   REQUIRE_CU(0, driver().DevicePrimaryCtxReset(0));
   runtime.ended(context());
   EXPECT_EQ(live(), 0u);
-  EXPECT_EQ(shared().from_driver_pool[0].current(), 0u);
+  EXPECT_EQ(shared().from_driver_pool(0).current(), 0u);
   EXPECT_EQ(counters().reset_blocks, 2u);
   EXPECT_EQ(counters().reset_bytes, 1'000 + 3 * kMiB);
   CHECK_CU(1, Free(p));

@@ -3,6 +3,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <signal.h>
 #include <stdlib.h>
 
 #include <algorithm>
@@ -159,11 +160,42 @@ TEST(Options, Durations) {
   }
 }
 
+TEST(Options, TrackingBeginsAfterATimeOrCalls) {
+  EXPECT_EQ(valid({"CUSHION_TRACK_AFTER=30s"}).track_after.ns, 30'000'000'000U);
+  EXPECT_EQ(valid({"CUSHION_TRACK_AFTER=10000calls"}).track_after.calls, 10'000U);
+  EXPECT_EQ(valid({"CUSHION_TRACK_AFTER=10000calls"}).track_after.ns, 0U);
+  for (const char* bad : {"30", "-1s", "1.5calls", "calls", "10 calls", "30s10calls", "99999999999999999999calls"})
+    EXPECT_THAT(check_option("TRACK_AFTER", bad), HasSubstr("a time like 30s")) << bad;
+}
+
+TEST(Options, TheTogglingSignalHasANameOrANumber) {
+  for (const char* text : {"USR2", "SIGUSR2", "sigusr2", "12"}) {
+    const std::string entry = std::string("CUSHION_TRACK_SIGNAL=") + text;
+    EXPECT_EQ(valid({entry.c_str()}).track_signal.number, SIGUSR2) << text;
+  }
+  EXPECT_EQ(valid({"CUSHION_TRACK_SIGNAL=10"}).track_signal.number, SIGUSR1);
+  EXPECT_EQ(valid({"CUSHION_TRACK_SIGNAL=off"}).track_signal.number, 0);
+  for (const char* bad : {"SIGKILL", "9", "USR3", "SIG", "0", "1 2", "SIGoff"})
+    EXPECT_EQ(check_option("TRACK_SIGNAL", bad),
+              std::string("CUSHION_TRACK_SIGNAL=") + bad + " is not valid: use off, USR1 or USR2");
+}
+
+TEST(Options, EveryLevelOfTrackingIsAWordOfItsOption) {
+  std::string words;
+  for (const std::string_view level : kTrackLevels) words.append(words.empty() ? "" : "|").append(level);
+  for (const OptionInfo& option : option_table()) {
+    if (std::string_view(option.name) == "TRACK") {
+      EXPECT_EQ(option.range, words);
+    }
+  }
+}
+
 TEST(Options, WhatIsDescribedReadsBackTheSame) {
   for (const auto& [name, value] :
        {std::pair{"MAX_SIZE", "33.3%"}, std::pair{"MAX_SIZE", "0.00001%"}, std::pair{"MAX_SIZE", "1001"},
         std::pair{"MAX_SIZE", "1536MiB"}, std::pair{"OOM_WAIT", "7us"}, std::pair{"OOM_WAIT", "45min"},
-        std::pair{"REPORT", "/tmp/a b/%p.json"}, std::pair{"PROGRAMS", ""}}) {
+        std::pair{"TRACK_AFTER", "90s"}, std::pair{"TRACK_AFTER", "7calls"}, std::pair{"REPORT", "/tmp/a b/%p.json"},
+        std::pair{"PROGRAMS", ""}}) {
     const std::string entry = std::string("CUSHION_") + name + "=" + value;
     EXPECT_THAT(describe(valid({entry.c_str()})), Contains(Pair(name, value)));
   }

@@ -1,0 +1,15 @@
+// Figures, written: as a person reads them, and as one line of JSON.
+#pragma once
+
+#include <string>
+
+#include "tools/control.h"
+
+namespace cushion {
+
+std::string shown_bytes(std::uint64_t bytes);  // "1.50 GiB"
+
+// `rate`: allocation calls a second; negative: not known.
+std::string to_json(const Figures& figures, double rate);
+
+}  // namespace cushion
