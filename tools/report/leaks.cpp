@@ -1,0 +1,91 @@
+#include "tools/report/leaks.h"
+
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <map>
+#include <span>
+#include <tuple>
+
+#include "tools/report/words.h"
+
+namespace cushion {
+namespace {
+
+std::string text_of(const Stack& stack) {
+  std::string text;
+  for (const Frame& frame : stack) text += frame_name(frame) + '\t' + frame_place(frame) + '\n';
+  return text;
+}
+
+using Kind = std::tuple<std::uint64_t, std::string, std::string, std::string>;
+
+std::map<Kind, Leak> kinds_of(std::span<const Report> reports) {
+  std::map<Kind, Leak> kinds;
+  for (std::size_t r = 0; r < reports.size(); ++r) {
+    std::vector<std::string> texts;
+    for (const Stack& stack : reports[r].stacks) texts.push_back(text_of(stack));
+    for (const LiveBlocks& blocks : reports[r].live) {
+      Leak& leak = kinds[{blocks.size, blocks.api, blocks.served_by, blocks.stack ? texts[*blocks.stack] : ""}];
+      if (leak.blocks == nullptr) {
+        leak.blocks = &blocks;
+        leak.stack = blocks.stack ? &reports[r].stacks[*blocks.stack] : nullptr;
+      }
+      leak.count = add(leak.count, blocks.count);
+      leak.bytes = add(leak.bytes, blocks.bytes());
+      if (leak.reports.empty() || leak.reports.back() != r) leak.reports.push_back(r);
+    }
+  }
+  return kinds;
+}
+
+}  // namespace
+
+std::vector<Leak> leaks_of(const std::vector<Report>& reports) {
+  std::vector<Leak> leaks;
+  if (reports.size() == 1) {
+    const Report& report = reports.front();
+    for (const LiveBlocks& blocks : report.live) {
+      leaks.push_back(
+          {&blocks, blocks.stack ? &report.stacks[*blocks.stack] : nullptr, blocks.count, blocks.bytes(), {0}});
+    }
+  } else {
+    for (auto& [kind, leak] : kinds_of(reports)) leaks.push_back(std::move(leak));
+  }
+  std::ranges::stable_sort(leaks, std::greater{}, &Leak::bytes);
+  return leaks;
+}
+
+std::vector<LeakChange> changes_between(const Report& before, const Report& after) {
+  std::map<Kind, LeakChange> kinds;
+  for (auto& [kind, leak] : kinds_of({&before, 1})) kinds[kind].before = std::move(leak);
+  for (auto& [kind, leak] : kinds_of({&after, 1})) kinds[kind].after = std::move(leak);
+  std::vector<LeakChange> changes;
+  for (auto& [kind, change] : kinds) {
+    if (change.before.bytes != change.after.bytes || change.before.count != change.after.count)
+      changes.push_back(std::move(change));
+  }
+  std::ranges::stable_sort(changes, [](const LeakChange& a, const LeakChange& b) {
+    const auto rank = [](const LeakChange& c) {  // grown by most, ..., shrunk by most
+      const bool grew = c.after.bytes >= c.before.bytes;
+      const std::uint64_t by = grew ? c.after.bytes - c.before.bytes : c.before.bytes - c.after.bytes;
+      return std::pair(!grew, grew ? ~by : by);
+    };
+    return rank(a) < rank(b);
+  });
+  return changes;
+}
+
+std::string ranges_text(const std::vector<std::size_t>& numbers) {
+  std::string text;
+  for (std::size_t i = 0; i < numbers.size();) {
+    std::size_t last = i;
+    while (last + 1 < numbers.size() && numbers[last + 1] == numbers[last] + 1) ++last;
+    text += fmt::format("{}{}", text.empty() ? "" : ",", numbers[i]);
+    if (last != i) text += fmt::format("-{}", numbers[last]);
+    i = last + 1;
+  }
+  return text;
+}
+
+}  // namespace cushion
