@@ -65,14 +65,11 @@ std::vector<LeakChange> changes_between(const Report& before, const Report& afte
     if (change.before.bytes != change.after.bytes || change.before.count != change.after.count)
       changes.push_back(std::move(change));
   }
-  std::ranges::stable_sort(changes, [](const LeakChange& a, const LeakChange& b) {
-    const auto rank = [](const LeakChange& c) {  // grown by most, ..., shrunk by most
-      const bool grew = c.after.bytes >= c.before.bytes;
-      const std::uint64_t by = grew ? c.after.bytes - c.before.bytes : c.before.bytes - c.after.bytes;
-      return std::pair(!grew, grew ? ~by : by);
-    };
-    return rank(a) < rank(b);
-  });
+  const auto order = [](const LeakChange& c) {  // what grew, then what shrank, each by most first
+    const bool grew = c.after.bytes >= c.before.bytes;
+    return std::pair(!grew, ~(grew ? c.after.bytes - c.before.bytes : c.before.bytes - c.after.bytes));
+  };
+  std::ranges::stable_sort(changes, {}, order);
   return changes;
 }
 

@@ -29,7 +29,8 @@ struct LeakChange {
   const Leak& either() const noexcept { return after.blocks != nullptr ? after : before; }
 };
 
-std::vector<LeakChange> changes_between(const Report& before, const Report& after);  // what grew most first
+std::vector<LeakChange> changes_between(const Report& before,
+                                        const Report& after);  // what grew, then what shrank, each by most first
 
 // "0-3,7"
 std::string ranges_text(const std::vector<std::size_t>& numbers);

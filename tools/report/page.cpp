@@ -101,6 +101,7 @@ class Page {
   void cards() {
     std::uint64_t requested = 0, held = 0, served = 0, forwarded = 0, live = 0;
     double waited = 0;
+    const char* const peak = reports_.size() == 1 ? "peak" : "peaks added:";
     for (const Report& r : reports_) {
       requested = add(requested, r.total(&DeviceUse::requested).peak);
       held = add(held, r.total(&DeviceUse::held).peak);
@@ -109,9 +110,9 @@ class Page {
       waited += r.wait_seconds;
       for (const LiveBlocks& blocks : r.live) live = add(live, blocks.bytes());
     }
-    put("<div class=\"cards\"><div><b>{}</b>peak requested</div><div><b>{}</b>peak held</div>"
-        "<div><b{}>{}</b>never freed</div><div><b>{}</b>{} of calls served</div><div><b>{}</b>waited</div></div>\n",
-        bytes_text(requested), bytes_text(held), live == 0 ? "" : " class=\"bad\"", bytes_text(live),
+    put("<div class=\"cards\"><div><b>{}</b>{} requested</div><div><b>{}</b>{} held</div>"
+        "<div><b{}>{}</b>never freed</div><div><b>{}</b>of {} calls served</div><div><b>{}</b>waited</div></div>\n",
+        bytes_text(requested), peak, bytes_text(held), peak, live == 0 ? "" : " class=\"bad\"", bytes_text(live),
         share_text(served, add(served, forwarded)), count_text(add(served, forwarded)), seconds_text(waited));
     if (!std::ranges::all_of(reports_, &Report::live_complete))
       put("<p class=\"bad\">A process ended inside Cushion: what is live is known in part only.</p>\n");
@@ -138,7 +139,7 @@ class Page {
       const Report& r = reports_[i];
       std::uint64_t live = 0;
       for (const LiveBlocks& blocks : r.live) live = add(live, blocks.bytes());
-      put("<tr>");
+      put("<tbody><tr>");
       number(i, std::to_string(i));
       text(label_of(r));
       text(r.host);
@@ -149,7 +150,7 @@ class Page {
       number(r.wait_seconds, seconds_text(r.wait_seconds));
       for (const std::uint64_t bytes : {r.total(&DeviceUse::requested).peak, r.total(&DeviceUse::held).peak, live})
         number(bytes, bytes_text(bytes));
-      put("</tr>\n");
+      put("</tr></tbody>\n");
     }
     end_table();
     close();
@@ -158,8 +159,6 @@ class Page {
   void timelines() {
     if (std::ranges::all_of(reports_, [](const Report& r) { return r.timeline.empty(); })) return;
     open("Memory over time");
-    put("<p class=\"quiet\"><span class=\"key\">live</span> &nbsp; <span class=\"key held\">held from the "
-        "driver</span></p>\n");
     for (const Report& report : reports_) {
       if (report.timeline.empty()) continue;
       if (reports_.size() > 1) put("<h3>{}</h3>\n", html(label_of(report)));
@@ -184,13 +183,16 @@ class Page {
     std::string data;
     for (const TimePoint& p : points)
       fmt::format_to(std::back_inserter(data), "{}[{:.6f},{},{}]", data.empty() ? "" : ",", p.time_s, p.live, p.held);
-    put("<div class=\"chart\"><div class=\"y\"><span>{}</span><span>{}</span><span>0</span></div>"
+    put("<p class=\"quiet\"><span class=\"key\">live</span> &nbsp; <span class=\"key held\">held from the "
+        "driver</span> "
+        "&nbsp; <span class=\"readout\"></span></p><div class=\"chart\"><div "
+        "class=\"y\"><span>{}</span><span>{}</span><span>0</span></div>"
         "<svg viewBox=\"0 0 1000 300\" preserveAspectRatio=\"none\" role=\"img\" aria-label=\"Live and held memory "
         "over "
         "time, at most {}\" data-points=\"[{}]\">"
         "<path class=\"live\" d=\"{}L1000 300L0 300Z\"/><path class=\"held\" d=\"{}\"/>"
         "<line class=\"at\" y1=\"0\" y2=\"300\"/></svg>"
-        "<div class=\"x\"><span>{}</span><span>{}</span></div></div><p class=\"quiet readout\"></p>\n",
+        "<div class=\"x\"><span>{}</span><span>{}</span></div></div>\n",
         bytes_text(most), bytes_text(most / 2), bytes_text(most), data, path(&TimePoint::live), path(&TimePoint::held),
         seconds_text(from), seconds_text(points.back().time_s));
   }
@@ -199,10 +201,10 @@ class Page {
     if (!samples.any_stack) return;
     open(title);
     const FlameFrame root = flame_of(samples.all);
-    put("<p class=\"quiet\">Widths are bytes. Click a frame to see it alone, the top one to see all.</p>\n"
+    put("<p class=\"quiet readout\">Widths are bytes. Click a frame to see it alone, the top one to see all.</p>\n"
         "<div class=\"flame\">");
     frame(root, root.bytes, root.bytes);
-    put("</div>\n<p class=\"quiet readout\"></p>\n");
+    put("</div>\n");
     close();
   }
 
@@ -226,18 +228,16 @@ class Page {
     const bool many = reports_.size() > 1;
     open(leaks.empty() ? "Never freed: nothing" : "Never freed");
     if (!leaks.empty()) {
-      const bool stacks = std::ranges::any_of(leaks, [](const Leak& leak) { return leak.stack != nullptr; });
       std::vector<Heading> headings{{"bytes", true}, {"blocks", true}, {"size", true}, {"call"}};
       if (many) {
         headings.push_back({"reports (#)"});
       } else {
         headings.insert(headings.end(), {{"device", true}, {"stream"}, {"age", true}});
       }
-      if (stacks) headings.push_back({"call stack"});
       table(headings, "bytes");
       for (std::size_t i = 0; i < leaks.size() && i < rows_; ++i) {
         const LiveBlocks& b = *leaks[i].blocks;
-        put("<tr>");
+        put("<tbody><tr>");
         number(leaks[i].bytes, bytes_text(leaks[i].bytes));
         number(leaks[i].count, count_text(leaks[i].count));
         number(b.size, bytes_text(b.size));
@@ -249,8 +249,9 @@ class Page {
           text(b.stream.value_or("-"));
           number(b.oldest_age_s.value_or(-1), b.oldest_age_s ? seconds_text(*b.oldest_age_s) : "-");
         }
-        if (stacks) stack(leaks[i].stack);
-        put("</tr>\n");
+        put("</tr>");
+        stack(leaks[i].stack, headings.size());
+        put("</tbody>\n");
       }
       end_table();
       if (leaks.size() > rows_) put("<p class=\"quiet\">and {} more</p>\n", count_text(leaks.size() - rows_));
@@ -258,14 +259,12 @@ class Page {
     close();
   }
 
-  void stack(const Stack* stack) {
-    if (stack == nullptr || stack->empty()) return put("<td>-</td>");
-    const std::string place = frame_place(stack->front());
-    put("<td class=\"w\"><details><summary>{} <span class=\"quiet\">{}</span></summary><ol>",
-        html(frame_name(stack->front())), html(place));
+  void stack(const Stack* stack, std::size_t columns) {
+    if (stack == nullptr || stack->empty()) return;
+    put("<tr><td class=\"w\" colspan=\"{}\"><details><summary>{}</summary><ol>", columns, html(chain_text(*stack)));
     for (const Frame& frame : *stack)
       put("<li>{} <span class=\"quiet\">{}</span></li>", html(frame_name(frame)), html(frame_place(frame)));
-    put("</ol></details></td>");
+    put("</ol></details></td></tr>");
   }
 
   void devices() {
@@ -277,14 +276,14 @@ class Page {
     table(headings);
     for (const Report& report : reports_) {
       for (const DeviceUse& device : report.devices) {
-        put("<tr>");
+        put("<tbody><tr>");
         if (reports_.size() > 1) text(label_of(report));
         text(std::to_string(device.device));
         for (const Figure& figure : {device.requested, device.handed_out, device.held, device.forwarded}) {
           number(figure.current, bytes_text(figure.current));
           number(figure.peak, bytes_text(figure.peak));
         }
-        put("</tr>\n");
+        put("</tr></tbody>\n");
       }
     }
     end_table();
@@ -305,7 +304,7 @@ class Page {
     open(title);
     std::uint64_t most = 1;
     for (const Bucket& bucket : buckets) most = std::max(most, bucket.count);
-    put("<div class=\"scroll\"><table class=\"hist\"><tbody>\n");
+    put("<div class=\"scroll\"><table class=\"hist\">\n");
     for (const Bucket& bucket : buckets) {
       put("<tr><td>{}</td><td class=\"r\">{}</td><td><div class=\"bar\" style=\"width:{:.2f}%\"></div></td></tr>\n",
           html(bucket_text(bucket, text_of)), count_text(bucket.count),
@@ -321,11 +320,11 @@ class Page {
       table({{"call"}, {"served", true}, {"to driver", true}});
       for (const FunctionCalls& function : report.functions) {
         if (function.served == 0 && function.forwarded == 0) continue;
-        put("<tr>");
+        put("<tbody><tr>");
         text(function.function);
         number(function.served, count_text(function.served));
         number(function.forwarded, count_text(function.forwarded));
-        put("</tr>\n");
+        put("</tr></tbody>\n");
       }
       end_table();
       put("<p class=\"quiet\">");
@@ -361,9 +360,9 @@ class Page {
       put("<th{}{}><button>{}</button></th>", heading.number ? " class=\"r\"" : "",
           heading.text == sorted ? " aria-sort=\"descending\"" : "", html(heading.text));
     }
-    put("</tr></thead><tbody>\n");
+    put("</tr></thead>\n");
   }
-  void end_table() { put("</tbody></table></div>\n"); }
+  void end_table() { put("</table></div>\n"); }
   void text(std::string_view text) { put("<td>{}</td>", html(text)); }
   template <class Value>
   void number(Value value, const std::string& text) {

@@ -1,23 +1,22 @@
 // Tables sort by a click on a heading; flame graphs zoom to a frame; time lines say what was under the pointer.
 for (const table of document.querySelectorAll("table.sorts")) {
-  const body = table.tBodies[0];
   table.querySelectorAll("th button").forEach((button) => {
     button.onclick = () => {
       const head = button.parentElement;
       const down = head.getAttribute("aria-sort") !== "descending";
       for (const other of head.parentElement.children) other.removeAttribute("aria-sort");
       head.setAttribute("aria-sort", down ? "descending" : "ascending");
-      const value = (row) => {
-        const cell = row.cells[head.cellIndex];
+      const value = (entry) => {
+        const cell = entry.rows[0].cells[head.cellIndex];
         return "v" in cell.dataset ? Number(cell.dataset.v) : cell.textContent;
       };
       const order = (a, b) => (a < b ? -1 : a > b ? 1 : 0) * (down ? -1 : 1);
-      body.append(...[...body.rows].sort((a, b) => order(value(a), value(b))));
+      table.append(...[...table.tBodies].sort((a, b) => order(value(a), value(b))));
     };
   });
 }
 for (const flame of document.querySelectorAll(".flame")) {
-  const readout = flame.nextElementSibling;
+  const readout = flame.previousElementSibling;
   flame.onclick = (event) => {
     const frame = event.target.closest(".n");
     if (!frame) return;
@@ -38,7 +37,7 @@ const bytes = (n) => {
 };
 for (const svg of document.querySelectorAll(".chart svg")) {
   const points = JSON.parse(svg.dataset.points);
-  const readout = svg.closest(".chart").nextElementSibling;
+  const readout = svg.closest(".chart").previousElementSibling.querySelector(".readout");
   const at = svg.querySelector(".at");
   svg.onpointermove = (event) => {
     const box = svg.getBoundingClientRect();

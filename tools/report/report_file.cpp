@@ -166,12 +166,24 @@ class Locator : public nlohmann::json_sax<json> {
 
 // The library's message without what is said already and what nobody reads.
 std::string reason_in(std::string_view what) {
-  if (const auto end = what.find("unexpected end of input"); end != std::string_view::npos)
-    return "the file is cut off";
   if (const auto from = what.find(" - "); from != std::string_view::npos) what.remove_prefix(from + 3);
   if (const auto from = what.find("] "); what.starts_with('[') && from != std::string_view::npos)
     what.remove_prefix(from + 2);
   return std::string(Printable<160>(what.substr(0, what.find("; last read"))).view());
+}
+
+// "LINE:COLUMN: what is wrong there" of a text that is no JSON.
+std::string fault_in(std::string_view text, std::string_view what) {
+  const bool cut = what.find("unexpected end of input") != std::string_view::npos ||
+                   what.find("missing closing quote") != std::string_view::npos;
+  // The library's position is past the byte that it read last.
+  const std::size_t at = Locator::position_in(text);
+  const std::string_view before = text.substr(0, cut ? text.size() : std::max<std::size_t>(at, 1) - 1);
+  const std::size_t start = before.rfind('\n') + 1;  // of the line; 0 of the first
+  return fmt::format("{}:{}: {}", 1 + std::ranges::count(before, '\n'), before.size() - start + 1,
+                     text.empty() ? "the file is empty"
+                     : cut        ? "the file is cut off"
+                                  : reason_in(what));
 }
 
 std::vector<Bucket> buckets(const Node& root, const char* key) {
@@ -315,14 +327,7 @@ Report parse_report(std::string_view text, const std::string& file) {
     if (!reader.problem().empty()) throw ReportError(reader.problem());
     read_sections(root, report);
   } catch (const json::exception& error) {
-    const std::size_t at = Locator::position_in(text);
-    // The position is past the byte that was read last; of an unfinished text it is the end.
-    const std::string_view before = text.substr(0, at == 0 ? 0 : at - 1);
-    const auto line = 1 + std::ranges::count(before, '\n');
-    const std::size_t start = before.rfind('\n');
-    const std::size_t column = before.size() - (start == std::string_view::npos ? 0 : start + 1) + 1;
-    throw ReportError(
-        fmt::format("{}:{}:{}: {}", shown, line, column, text.empty() ? "the file is empty" : reason_in(error.what())));
+    throw ReportError(fmt::format("{}:{}", shown, fault_in(text, error.what())));
   } catch (const ReportError& error) {
     throw ReportError(fmt::format("{}: {}", shown, error.what()));
   }

@@ -72,6 +72,8 @@ class View {
     histogram("Sizes asked for", report.size_histogram,
               [](double x) { return bytes_text(static_cast<std::uint64_t>(std::clamp(x, 0.0, 1e19))); });
     histogram("Lifetimes", report.lifetime_histogram, &seconds_text);
+    const bool told = std::ranges::any_of(report.live, [](const LiveBlocks& b) { return b.stack.has_value(); });
+    if (!told) top("Most bytes never freed, by call stack", report, report.top_stacks.at_exit);
     top("Most bytes at the peak, by call stack", report, report.top_stacks.at_peak);
     top("Most allocations, by call stack", report, report.top_stacks.by_count);
     top("Most temporary allocations, by call stack", report, report.top_stacks.temporary);
@@ -122,7 +124,8 @@ class View {
     if (leaks.empty()) return;
     warning(
         fmt::format("Never freed: {} {}, {}", count_text(count), count == 1 ? "block" : "blocks", bytes_text(bytes)));
-    Table table({Column::right, Column::right, Column::right, Column::left, Column::left, Column::left, Column::right});
+    Table table(
+        {Column::right, Column::right, Column::right, Column::flexible, Column::left, Column::left, Column::right});
     if (many) {
       table.row({"bytes", "blocks", "size", "call", "reports (#)", "", ""});
     } else {

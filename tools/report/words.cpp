@@ -102,6 +102,33 @@ std::string frame_place(const Frame& frame) {
   return frame.function.empty() ? std::string() : plain(frame.module);
 }
 
+namespace {
+
+// "ns::Class<T>::method(int) const" as "method". What is all template arguments, as "<module>", stays.
+std::string short_name(const Frame& frame) {
+  const std::string name = frame_name(frame);
+  if (frame.function.empty()) return name;
+  std::string bare;
+  int depth = 0;
+  for (const char c : name) {
+    if (c == '(' && depth == 0) break;
+    depth += c == '<' ? 1 : 0;
+    if (depth == 0) bare += c;
+    depth -= c == '>' && depth > 0 ? 1 : 0;
+  }
+  if (const std::size_t scope = bare.rfind("::"); scope != std::string::npos) bare.erase(0, scope + 2);
+  bare.erase(bare.find_last_not_of(' ') + 1);
+  return bare.empty() ? name : bare;
+}
+
+}  // namespace
+
+std::string chain_text(const Stack& stack) {
+  std::string text;
+  for (const Frame& frame : stack) text.append(text.empty() ? "" : " ← ").append(short_name(frame));
+  return text;
+}
+
 std::string counter_text(const std::string& key) {
 #define CUSHION_COUNTER(field, known, text) \
   if (key == known) return text;

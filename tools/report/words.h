@@ -25,6 +25,9 @@ std::string shortened(std::string_view text, std::size_t width);  // "/home/…/
 std::string frame_name(const Frame& frame);   // "function", else "module+0x12"
 std::string frame_place(const Frame& frame);  // "file:line", else the module; empty if frame_name says it all
 
+// A stack in one line, without namespaces and parameters: "alloc_block ← empty_cuda ← forward".
+std::string chain_text(const Stack& stack);
+
 // What a counter of `calls` counts; of one that this version does not know, its key.
 std::string counter_text(const std::string& key);
 
