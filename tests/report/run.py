@@ -176,8 +176,8 @@ def schema_and_reader_refuse_the_same(setting):
              changed("calls", "served", remove=True), changed("calls", "by_function", "cuMemAlloc", "served", to=-5),
              changed("driver", "seconds", to="soon"), changed("waits", remove=True),
              changed("live_complete", to="yes"), changed("live", to=None), changed("live", to={}),
-             changed("live", 3, "size", to="big"), changed("live", 4, "count", to=-2), changed("live", 0, "stack", to="0"),
-             changed("live", 2, "stream", to=7), changed("stacks", to=3), changed("stacks", 1, to=3),
+             changed("live", 3, "size", to="big"), changed("live", 4, "count", to=-2),
+             changed("live", 0, "stack", to="0"), changed("live", 2, "stream", to=7), changed("stacks", to=3), changed("stacks", 1, to=3),
              changed("stacks", 1, 0, "line", to=-3), changed("timeline", 7, "live", remove=True),
              changed("timeline", 3, to=[0, 1, 2]), changed("size_histogram", 0, "from", to="0"),
              changed("lifetime_histogram", 1, "count", remove=True), changed("top_stacks", to=[]),
@@ -274,7 +274,7 @@ def nothing_of_a_file_reaches_the_terminal_raw(setting):
     page = (setting.scratch / "evil.html").read_text()
     equal(page.count("<script>"), 1, "scripts in the page: its own")
     check("alert(1)&lt;/script&gt;" in page, "the name is not in the page")
-    for form in ("folded", "speedscope", "pprof", "perfetto"):
+    for form in ("folded", "speedscope", "pprof", "perfetto", "memory-viz"):
         setting.cushion(path, "--format", form)
 
 
@@ -289,7 +289,7 @@ def figures_that_do_not_fit_stay_at_the_highest(setting):
     path = setting.write("large.json", report)
     text = setting.text(path, path)
     check("16.00 EiB" in text, text)
-    for form in ("folded", "speedscope", "pprof"):
+    for form in ("folded", "speedscope", "pprof", "memory-viz"):
         setting.cushion(path, "--format", form)
     setting.text(path, "--html", "large.html")
 
@@ -321,7 +321,8 @@ def text_of_a_real_report(setting):
 @case
 def text_of_every_section(setting):
     text = setting.text(FULL)
-    for line in ("train.py (pid 4711 on node07) ended by exit after 41.25 s", "     2.00 MiB to 8.00 MiB  5 100  " + "█" * 30,
+    for line in ("train.py (pid 4711 on node07) ended by exit after 41.25 s",
+                 "     2.00 MiB to 8.00 MiB  5 100  " + "█" * 30,
                  "        8.00 GiB and more      2", "below 10.0 µs    120  █", "Most bytes at the peak, by call stack",
                  "      forward  /home/someone/projects/language-model/model/attention.py:77",
                  "libcublasLt.so.13+0x51f2c0", "Never freed: 72 blocks, 1.43 GiB"):
@@ -339,7 +340,8 @@ def on_terminal(setting, columns, *arguments, **environment):
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     env = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS")}
     process = subprocess.Popen([str(setting.build / "cushion"), "report", *map(str, arguments)], stdout=follower,
-                               stdin=subprocess.DEVNULL, cwd=setting.scratch, env={**env, "TERM": "xterm", **environment})
+                               stdin=subprocess.DEVNULL, cwd=setting.scratch,
+                               env={**env, "TERM": "xterm", **environment})
     os.close(follower)
     out = b""
     try:
@@ -437,8 +439,8 @@ def folded_holds_every_byte(setting):
     equal(stacks[("<module>", "train_one_epoch", "load_batch & <shuffle>", "cuMemAlloc")], 3 << 20, "bytes of one stack")
     out, err = setting.cushion(setting.leaks(), "--format", "folded")
     equal(sorted(out.decode().splitlines()),
-          ["leaks;cuMemAlloc;12.06 KiB 49380", "leaks;cuMemAlloc;2.86 MiB 15000000", "leaks;cuMemAllocAsync;1000 B 1000",
-           "leaks;cuMemAllocAsync;68.36 KiB 210000"], "stacks of a report without any")
+          ["leaks;cuMemAlloc;12.06 KiB 49380", "leaks;cuMemAlloc;2.86 MiB 15000000",
+           "leaks;cuMemAllocAsync;1000 B 1000", "leaks;cuMemAllocAsync;68.36 KiB 210000"], "stacks of a report without any")
     check("no call stacks" in err and err.count("\n") == 1, err)
     out, _ = setting.cushion(FULL, FULL, "--format", "folded")
     equal(sum(int(line.rsplit(b" ", 1)[1]) for line in out.splitlines()), 2 * live_bytes(full()), "bytes of two reports")
@@ -541,8 +543,8 @@ def pprof_is_read_by_go(setting):
     if not shutil.which("go"):
         raise Skip("no Go: its `go tool pprof` reads profiles (Debian: golang-go)")
     setting.text(FULL, "--format", "pprof", "-o", "full.pb.gz")
-    done = subprocess.run(["go", "tool", "pprof", "-top", "-cum", "-unit=B", "full.pb.gz"], cwd=setting.scratch, check=True,
-                          capture_output=True, text=True, timeout=TIMEOUT_S,
+    done = subprocess.run(["go", "tool", "pprof", "-top", "-cum", "-unit=B", "full.pb.gz"], cwd=setting.scratch,
+                          check=True, capture_output=True, text=True, timeout=TIMEOUT_S,
                           env={**os.environ, "HOME": str(setting.scratch)})
     total = live_bytes(full())
     check(f"Showing nodes accounting for {total}B, 100% of {total}B total" in done.stdout, done.stdout)
@@ -566,10 +568,50 @@ def perfetto_holds_the_time_line(setting):
 
 
 @case
+def memory_viz_is_a_pickle(setting):
+    """As PyTorch's readers take it: plain values, blocks that fill their segments, addresses that never overlap."""
+    import io
+    import pickle
+
+    class Plain(pickle.Unpickler):
+        def find_class(self, module, name):
+            raise AssertionError(f"the pickle wants {module}.{name}")
+
+    out, err = setting.cushion(FULL, "--format", "memory-viz")
+    check("addresses are made up" in err and err.count("\n") == 1, err)
+    snapshot = Plain(io.BytesIO(out)).load()
+    equal(snapshot["device_traces"], [[]], "traces")
+    segments = snapshot["segments"]
+    equal([(s["device"], s["stream"]) for s in segments], [(0, 0), (0, 7)], "segments by device and stream")
+    blocks = [block for segment in segments for block in segment["blocks"]]
+    equal(len(blocks), sum(g["count"] for g in full()["live"]), "blocks")
+    for segment in segments:
+        at = segment["address"]
+        for block in segment["blocks"]:
+            equal((block["address"], block["state"]), (at, "active_allocated"), "a block's place")
+            at += block["size"]
+        equal(at - segment["address"], segment["total_size"], "bytes of a segment")
+    equal(sum(s["total_size"] for s in segments), live_bytes(full()), "bytes in all")
+    equal([set(frame) for b in blocks for frame in b["frames"]], [{"name", "filename", "line"}] * sum(
+        len(full()["stacks"][g["stack"]]) * g["count"] for g in full()["live"]), "frames")
+    adam = next(b for b in blocks if b["size"] == 8388608)["frames"][1]
+    equal((adam["name"], adam["line"]), ("step", 58), "a frame")
+    check(adam["filename"].endswith("/language-model/optim/adam.py"), adam)
+    report = full()
+    report["live"][0]["count"] = 2**30  # no file can hold as many
+    out, _ = setting.cushion(setting.write("many.json", report), "--format", "memory-viz")
+    sizes = [b["size"] for s in Plain(io.BytesIO(out)).load()["segments"] for b in s["blocks"]]
+    equal(max(sizes), 2**30 * 67108864, "all of a kind in one block")
+    _, err = setting.cushion(setting.leaks(), "--format", "memory-viz")
+    check("no frames" in err, err)
+
+
+@case
 def nothing_to_export_is_said(setting):
     nothing = setting.real("demo.json", "driver_demo", "2")
     for form, words in (("folded", "nothing was live at exit"), ("speedscope", "nothing was live at exit"),
-                        ("pprof", "nothing was live at exit"), ("perfetto", "no time line")):
+                        ("pprof", "nothing was live at exit"), ("memory-viz", "nothing was live at exit"),
+                        ("perfetto", "no time line")):
         out, err = setting.cushion(nothing, "--format", form, "-o", f"none.{form}", code=1)
         equal(out, b"", "stdout")
         check(words in err and err.count("\n") == 1, err)
@@ -601,7 +643,8 @@ try {
     named("all").firstChild.click();
     probe.back = share(named("step"));
   }
-  const table = [...document.querySelectorAll("section")].find((s) => s.querySelector("h2")?.textContent === "Never freed");
+  const sections = [...document.querySelectorAll("section")];
+  const table = sections.find((s) => s.querySelector("h2")?.textContent === "Never freed");
   const column = (i) => [...table.querySelectorAll("tbody")].map((b) => b.rows[0].cells[i].textContent);
   const head = (i) => table.querySelectorAll("th button")[i].click();
   probe.bytes = column(0);
@@ -638,8 +681,8 @@ class Browser:
 
     def _framed(self, page, width):
         """A window is never as narrow as a phone: the page is shown in a frame."""
-        return self.setting.write("framed.html", f'<body style="margin:0"><iframe src="{page.name}" style="width:{width}px;'
-                                                 'height:2400px;border:0"></iframe>')
+        style = f"width:{width}px;height:2400px;border:0"
+        return self.setting.write("framed.html", f'<body style="margin:0"><iframe src="{page.name}" style="{style}">')
 
     def probe(self, page, width, dark=False):
         probed = self.setting.write("probed.html", page.read_text().replace("</body>", PROBE + "</body>"))

@@ -25,6 +25,7 @@ std::span<const ExportFormat> export_formats();
 Exported to_folded(const std::vector<Report>& reports);      // flamegraph.pl, inferno: "outer;inner BYTES"
 Exported to_speedscope(const std::vector<Report>& reports);  // speedscope.app
 Exported to_pprof(const std::vector<Report>& reports);       // go tool pprof: profile.proto, compressed
+Exported to_memory_viz(const std::vector<Report>& reports);  // pytorch.org/memory_viz: a pickle
 // Live and held memory over time.
 Exported to_perfetto(const std::vector<Report>& reports);  // ui.perfetto.dev: trace events as JSON
 
