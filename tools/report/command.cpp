@@ -1,6 +1,7 @@
 #include "tools/report/command.h"
 
 #include <fmt/core.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -36,6 +37,10 @@ int write(const std::string& path, std::string_view content) {
 
 int export_as(const ReportRequest& request, const std::vector<Report>& reports) {
   const ExportFormat& format = *std::ranges::find(export_formats(), request.format, &ExportFormat::name);
+  if (format.binary && request.output.empty() && isatty(STDOUT_FILENO) != 0) {
+    fmt::print(stderr, "cushion: {}: this is nothing for a terminal; name a file with -o\n", request.format);
+    return kNothing;
+  }
   const Exported exported = format.make(reports);
   for (const std::string& lack : exported.lacks) fmt::print(stderr, "cushion: {}: {}\n", request.format, lack);
   return exported.content.empty() ? kNothing : write(request.output, exported.content);

@@ -15,11 +15,11 @@ namespace {
 
 using json = nlohmann::ordered_json;
 
-constexpr ExportFormat kFormats[] = {{"folded", &to_folded},
-                                     {"speedscope", &to_speedscope},
-                                     {"pprof", &to_pprof},
-                                     {"perfetto", &to_perfetto},
-                                     {"memory-viz", &to_memory_viz}};
+constexpr ExportFormat kFormats[] = {{"folded", false, &to_folded},
+                                     {"speedscope", false, &to_speedscope},
+                                     {"pprof", true, &to_pprof},
+                                     {"perfetto", false, &to_perfetto},
+                                     {"memory-viz", true, &to_memory_viz}};
 
 // Frames are divided by semicolons, the value by the last blank.
 std::string folded_name(const Frame& frame) {

@@ -16,6 +16,7 @@ struct Exported {
 
 struct ExportFormat {
   const char* name;
+  bool binary;  // nothing for a terminal
   Exported (*make)(const std::vector<Report>& reports);
 };
 

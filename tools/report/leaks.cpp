@@ -12,21 +12,28 @@
 namespace cushion {
 namespace {
 
-std::string text_of(const Stack& stack) {
-  std::string text;
-  for (const Frame& frame : stack) text += frame_name(frame) + '\t' + frame_place(frame) + '\n';
-  return text;
-}
+// Stacks that look the same have the same number, in whatever report they are; 0 is none.
+class StackNumbers {
+ public:
+  std::size_t of(const Stack& stack) {
+    std::string text;
+    for (const Frame& frame : stack) text += frame_name(frame) + '\t' + frame_place(frame) + '\n';
+    return numbers_.try_emplace(std::move(text), numbers_.size() + 1).first->second;
+  }
 
-using Kind = std::tuple<std::uint64_t, std::string, std::string, std::string>;
+ private:
+  std::map<std::string, std::size_t> numbers_;
+};
 
-std::map<Kind, Leak> kinds_of(std::span<const Report> reports) {
+using Kind = std::tuple<std::uint64_t, std::string, std::string, std::size_t>;
+
+std::map<Kind, Leak> kinds_of(std::span<const Report> reports, StackNumbers& stacks) {
   std::map<Kind, Leak> kinds;
   for (std::size_t r = 0; r < reports.size(); ++r) {
-    std::vector<std::string> texts;
-    for (const Stack& stack : reports[r].stacks) texts.push_back(text_of(stack));
+    std::vector<std::size_t> numbers;
+    for (const Stack& stack : reports[r].stacks) numbers.push_back(stacks.of(stack));
     for (const LiveBlocks& blocks : reports[r].live) {
-      Leak& leak = kinds[{blocks.size, blocks.api, blocks.served_by, blocks.stack ? texts[*blocks.stack] : ""}];
+      Leak& leak = kinds[{blocks.size, blocks.api, blocks.served_by, blocks.stack ? numbers[*blocks.stack] : 0}];
       if (leak.blocks == nullptr) {
         leak.blocks = &blocks;
         leak.stack = blocks.stack ? &reports[r].stacks[*blocks.stack] : nullptr;
@@ -50,16 +57,18 @@ std::vector<Leak> leaks_of(const std::vector<Report>& reports) {
           {&blocks, blocks.stack ? &report.stacks[*blocks.stack] : nullptr, blocks.count, blocks.bytes(), {0}});
     }
   } else {
-    for (auto& [kind, leak] : kinds_of(reports)) leaks.push_back(std::move(leak));
+    StackNumbers stacks;
+    for (auto& [kind, leak] : kinds_of(reports, stacks)) leaks.push_back(std::move(leak));
   }
   std::ranges::stable_sort(leaks, std::greater{}, &Leak::bytes);
   return leaks;
 }
 
 std::vector<LeakChange> changes_between(const Report& before, const Report& after) {
+  StackNumbers stacks;
   std::map<Kind, LeakChange> kinds;
-  for (auto& [kind, leak] : kinds_of({&before, 1})) kinds[kind].before = std::move(leak);
-  for (auto& [kind, leak] : kinds_of({&after, 1})) kinds[kind].after = std::move(leak);
+  for (auto& [kind, leak] : kinds_of({&before, 1}, stacks)) kinds[kind].before = std::move(leak);
+  for (auto& [kind, leak] : kinds_of({&after, 1}, stacks)) kinds[kind].after = std::move(leak);
   std::vector<LeakChange> changes;
   for (auto& [kind, change] : kinds) {
     if (change.before.bytes != change.after.bytes || change.before.count != change.after.count)

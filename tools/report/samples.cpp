@@ -2,6 +2,10 @@
 
 #include <fmt/core.h>
 
+#include <map>
+#include <optional>
+#include <tuple>
+
 #include "tools/report/words.h"
 
 namespace cushion {
@@ -29,19 +33,30 @@ void append(std::vector<Frame>& frames, const Stack& stack) {
 Samples live_samples(const std::vector<Report>& reports) {
   Samples samples;
   for (const Report& report : reports) {
-    bool without = false;
+    struct Sum {
+      std::uint64_t bytes = 0;
+      std::uint64_t count = 0;
+    };
+    std::map<std::tuple<std::optional<std::size_t>, std::string, std::uint64_t>, Sum> sums;  // by stack, call, size
     for (const LiveBlocks& blocks : report.live) {
       if (blocks.bytes() == 0) continue;
-      Sample sample{roots(reports, report), blocks.bytes(), blocks.count};
-      if (blocks.stack) {
+      Sum& sum = sums[{blocks.stack, blocks.api, blocks.stack ? 0 : blocks.size}];
+      sum.bytes = add(sum.bytes, blocks.bytes());
+      sum.count = add(sum.count, blocks.count);
+    }
+    bool without = false;
+    for (const auto& [key, sum] : sums) {
+      const auto& [stack, api, size] = key;
+      Sample sample{roots(reports, report), sum.bytes, sum.count};
+      if (stack) {
         samples.any_stack = true;
-        append(sample.frames, report.stacks[*blocks.stack]);
+        append(sample.frames, report.stacks[*stack]);
       } else {
         without = true;
         sample.frames.push_back(named(report.name));
       }
-      sample.frames.push_back(named(blocks.api));
-      if (!blocks.stack) sample.frames.push_back(named(bytes_text(blocks.size)));
+      sample.frames.push_back(named(api));
+      if (!stack) sample.frames.push_back(named(bytes_text(size)));
       samples.all.push_back(std::move(sample));
     }
     if (without) {

@@ -159,7 +159,8 @@ class View {
       table.row({what, count_text(x), count_text(y), change_text(x, y, &count_text)});
     };
     const auto seconds = [&](const char* what, double x, double y) {
-      table.row({what, seconds_text(x), seconds_text(y), fmt::format("{}{}", y > x ? "+" : "", seconds_text(y - x))});
+      const std::string change = x == y ? "=" : fmt::format("{}{}", y > x ? "+" : "", seconds_text(y - x));
+      table.row({what, seconds_text(x), seconds_text(y), change});
     };
     bytes("peak requested", a.total(&DeviceUse::requested).peak, b.total(&DeviceUse::requested).peak);
     bytes("peak held", a.total(&DeviceUse::held).peak, b.total(&DeviceUse::held).peak);
