@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "core/mutation.h"
+
 namespace cushion {
 Arena::Arena(AddressMap& map, Context& context, int index) : pool(map, this), context_(context), index_(index) {
   clean = pool.make_heap(Order::clean);
@@ -81,7 +83,8 @@ void Arena::detach_superblocks(std::uint64_t keep, std::vector<Superblock>& out)
 void Arena::forget(Lane& lane) noexcept {
   Heap*& heap = lane.heaps[static_cast<std::size_t>(index_)];
   if (heap == nullptr) return;
-  heap->bins.for_each([&](Block* block) { pool.move(block, *pending); });
+  Heap* to = mutated(Mutation::destroyed_stream_is_clean) ? clean : pending;
+  heap->bins.for_each([&](Block* block) { pool.move(block, *to); });
   pool.drop(heap);
   heap = nullptr;
 }

@@ -40,7 +40,9 @@ CUmemoryPool AsyncAllocator::prepare() noexcept {
 CUstream AsyncAllocator::open(std::atomic<CUstream>& slot, std::uint64_t generation) noexcept {
   CUstream stream = slot.load(std::memory_order_acquire);
   if (stream != nullptr) return stream;
-  if (!note(driver().call(driver().cuStreamCreate, &stream, static_cast<unsigned>(CU_STREAM_NON_BLOCKING))))
+  stream = idle_again(generation);
+  if (stream == nullptr &&
+      !note(driver().call(driver().cuStreamCreate, &stream, static_cast<unsigned>(CU_STREAM_NON_BLOCKING))))
     return nullptr;
   CUstream first = nullptr;
   {
@@ -48,8 +50,30 @@ CUstream AsyncAllocator::open(std::atomic<CUstream>& slot, std::uint64_t generat
     if (generation != events_.generation()) return nullptr;  // reset meanwhile: it went along
     if (slot.compare_exchange_strong(first, stream, std::memory_order_acq_rel)) return stream;
   }
-  driver().call(driver().cuStreamDestroy_v2, stream);  // another thread was first
+  leave(stream, generation);  // another thread was first
   return first;
+}
+
+// The one that was left first; if it is still busy it goes behind the others.
+CUstream AsyncAllocator::idle_again(std::uint64_t generation) noexcept {
+  CUstream stream = nullptr;
+  {
+    std::lock_guard lock(mutex_);
+    if (left_.empty() || generation != events_.generation()) return nullptr;
+    stream = left_.front();
+    left_.erase(left_.begin());
+  }
+  const CUresult result = driver().call(driver().cuStreamQuery, stream);
+  if (result == CUDA_SUCCESS) return stream;
+  if (result != CUDA_ERROR_NOT_READY) note(result);
+  leave(stream, generation);
+  return nullptr;
+}
+
+void AsyncAllocator::leave(CUstream stream, std::uint64_t generation) noexcept try {
+  std::lock_guard lock(mutex_);
+  if (generation == events_.generation()) left_.push_back(stream);
+} catch (...) {  // no host memory to remember it by: it is lost until its context ends
 }
 
 bool AsyncAllocator::allocate(std::uint64_t bytes, PoolBlock* out) noexcept {
@@ -61,7 +85,7 @@ bool AsyncAllocator::allocate(std::uint64_t bytes, PoolBlock* out) noexcept {
   CurrentContext current(driver(), context_.handle());
   const std::uint64_t generation = events_.generation();
   const CUmemoryPool pool = prepare();
-  if (pool == nullptr) return false;
+  if (pool == nullptr || !note(current.result())) return false;
   // A block is handed out only when there is a stream to free it on, and a spare for frees that have no fence.
   if (freeing_.load(std::memory_order_acquire) == nullptr) context_.take_spare();
   if (open(freeing_, generation) == nullptr) return false;
@@ -79,36 +103,56 @@ bool AsyncAllocator::allocate(std::uint64_t bytes, PoolBlock* out) noexcept {
   if (generation != events_.generation() || !note(result)) return false;
   const CUdeviceptr address = round_up(base, alignment);
   const bool fits = base % kUnit == 0;  // the driver promises less than cudaMalloc's callers rely on
-  const bool ready = fits && make_ready(address, bytes, stream);
+  const bool ready = fits && make_ready(address, bytes, stream, generation);
   if (ready) {
     *out = {address, base};
-  } else if (generation == events_.generation()) {  // else reset: what the address is now is not ours
-    note(driver().call(driver().cuMemFreeAsync, base, stream));
+  } else {
+    keep_unused(base, generation);
+    give_back(stream, generation);
   }
   return ready;
 }
 
-bool AsyncAllocator::make_ready(CUdeviceptr address, std::uint64_t bytes, CUstream stream) noexcept {
+void AsyncAllocator::keep_unused(CUdeviceptr base, std::uint64_t generation) noexcept try {
+  std::lock_guard lock(mutex_);
+  if (generation == events_.generation()) unused_.push_back(base);  // else reset: what the address is now is not ours
+} catch (...) {  // no host memory to remember it by: it is lost until the pool's end
+}
+
+void AsyncAllocator::give_back(CUstream stream, std::uint64_t generation) noexcept {
+  std::vector<CUdeviceptr> unused;
+  {
+    std::lock_guard lock(mutex_);
+    if (unused_.empty() || generation != events_.generation()) return;
+    unused.swap(unused_);
+  }
+  for (const CUdeviceptr base : unused) {
+    if (!note(driver().call(driver().cuMemFreeAsync, base, stream))) keep_unused(base, generation);
+  }
+}
+
+bool AsyncAllocator::make_ready(CUdeviceptr address, std::uint64_t bytes, CUstream stream,
+                                std::uint64_t generation) noexcept {
   if (shared_.options->init != InitMode::none &&
       !note(driver().call(driver().cuMemsetD8Async, address, fill_byte(shared_.options->init),
                           static_cast<std::size_t>(bytes), stream))) {
     return false;
   }
   const std::uint64_t filling = shared_.options->init != InitMode::none ? bytes : 0;  // ns: no device fills slower
-  if (completes(stream, std::max(kMoment, shared_.options->oom_wait.ns) + filling)) return true;
-  // It waits for another stream's work. The next allocations get a stream that does not; this one is left to its
-  // context's end, because other threads may just be using it.
+  const CUresult result = completes(stream, std::max(kMoment, shared_.options->oom_wait.ns) + filling);
+  if (result != CUDA_ERROR_NOT_READY) return note(result);
+  // It waits for another stream's work. The next allocations get a stream that does not, until this one is idle.
   CUstream stuck = stream;
-  allocating_.compare_exchange_strong(stuck, nullptr, std::memory_order_acq_rel);
+  if (allocating_.compare_exchange_strong(stuck, nullptr, std::memory_order_acq_rel)) leave(stream, generation);
   return false;
 }
 
-bool AsyncAllocator::completes(CUstream stream, std::uint64_t patience_ns) noexcept {
+CUresult AsyncAllocator::completes(CUstream stream, std::uint64_t patience_ns) noexcept {
   CUresult result = driver().call(driver().cuStreamQuery, stream);
-  if (result != CUDA_ERROR_NOT_READY) return note(result);
+  if (result != CUDA_ERROR_NOT_READY) return result;
   // Other threads go on allocating on it: an event says when this allocation is through.
   FenceEvent event{&events_, events_.generation(), events_.take(driver(), context_.handle())};
-  if (event.event == nullptr) return false;
+  if (event.event == nullptr) return CUDA_ERROR_OUT_OF_MEMORY;
   constexpr std::uint64_t kShort = 20'000;  // ns: so long a wait is not worth a sleep
   const std::uint64_t begin = monotonic_ns();
   const std::uint64_t start = ticks();
@@ -121,7 +165,7 @@ bool AsyncAllocator::completes(CUstream stream, std::uint64_t patience_ns) noexc
   }
   shared_.count_wait(shared_.counters.memory_waits, ticks() - start);
   event.release();
-  return note(result);
+  return result;
 }
 
 bool AsyncAllocator::order_after_all(CUstream stream) noexcept {
@@ -134,7 +178,7 @@ std::optional<CUresult> AsyncAllocator::free_in_order(CUdeviceptr base) noexcept
   RelaxedCaptureMode relaxed(driver());
   CurrentContext current(driver(), context_.handle());
   const std::uint64_t generation = events_.generation();
-  const CUstream stream = open(freeing_, generation);
+  const CUstream stream = note(current.result()) ? open(freeing_, generation) : nullptr;
   if (stream == nullptr || !order_after_all(stream)) return std::nullopt;
   return free_on(stream, base, generation);
 }
@@ -186,11 +230,11 @@ bool AsyncAllocator::settle(CUstream stream, std::uint64_t patience_ns) noexcept
   const std::uint64_t deadline = monotonic_ns() + patience_ns;
   for (;;) {
     if (std::unique_lock alone(submitting_, std::try_to_lock); alone) {
+      // An error is no answer: it is asked again, unless the context is broken.
       const CUresult result = driver().call(driver().cuStreamQuery, stream);
-      if (result == CUDA_SUCCESS) return note(driver().call(driver().cuStreamSynchronize, stream));
-      if (result != CUDA_ERROR_NOT_READY) return note(result);
+      if (note(result) && note(driver().call(driver().cuStreamSynchronize, stream))) return true;
     }
-    if (monotonic_ns() >= deadline) return false;
+    if (monotonic_ns() >= deadline || context_.broken() != CUDA_SUCCESS) return false;
     std::this_thread::yield();
   }
 }
@@ -229,6 +273,7 @@ bool AsyncAllocator::trim(std::uint64_t patience_ns) noexcept {
   if (shared_.gate.may_be_open() || !context_.serves()) return false;
   RelaxedCaptureMode relaxed(driver());
   CurrentContext current(driver(), context_.handle());
+  give_back(freeing_.load(std::memory_order_acquire), events_.generation());
   const bool settled = settle(0);
   const bool released = trim_once();
   if (patience_ns == 0 || (released && settled) || held() == 0) return released;
@@ -242,6 +287,8 @@ bool AsyncAllocator::trim(std::uint64_t patience_ns) noexcept {
 void AsyncAllocator::discard() noexcept {
   std::lock_guard lock(mutex_);
   events_.discard();
+  left_.clear();
+  unused_.clear();
   allocating_.store(nullptr, std::memory_order_relaxed);
   freeing_.store(nullptr, std::memory_order_relaxed);
   pool_.store(nullptr, std::memory_order_relaxed);  // a reset may have set its attributes back

@@ -44,6 +44,7 @@
 #include <mutex>
 #include <optional>
 #include <shared_mutex>
+#include <vector>
 
 #include "core/fence.h"
 #include "core/shared.h"
@@ -87,11 +88,17 @@ class AsyncAllocator {
  private:
   const Driver& driver() const noexcept { return shared_.driver; }
   bool note(CUresult result) noexcept;  // tells the context of a sticky error; true for success
-  // The stream in `slot`, made if there is none yet; null if the driver refuses.
+  // The stream in `slot`; if there is none yet, one that was left and is idle again, or a new one. Null if the driver
+  // refuses.
   CUstream open(std::atomic<CUstream>& slot, std::uint64_t generation) noexcept;
+  CUstream idle_again(std::uint64_t generation) noexcept;
+  void leave(CUstream stream, std::uint64_t generation) noexcept;
   // Fills the block as INIT says and waits for the stream that it was allocated on. False: not in time, or an error.
-  bool make_ready(CUdeviceptr address, std::uint64_t bytes, CUstream stream) noexcept;
-  bool completes(CUstream stream, std::uint64_t patience_ns) noexcept;
+  bool make_ready(CUdeviceptr address, std::uint64_t bytes, CUstream stream, std::uint64_t generation) noexcept;
+  void keep_unused(CUdeviceptr base, std::uint64_t generation) noexcept;
+  void give_back(CUstream stream, std::uint64_t generation) noexcept;
+  // CUDA_ERROR_NOT_READY: not in time.
+  CUresult completes(CUstream stream, std::uint64_t patience_ns) noexcept;
   bool order_after_all(CUstream stream) noexcept;
   CUresult free_on(CUstream stream, CUdeviceptr base, std::uint64_t generation) noexcept;
 
@@ -107,7 +114,13 @@ class AsyncAllocator {
   Shared& shared_;
   Context& context_;
   EventPool events_;
-  std::mutex mutex_;  // held while a new stream takes its slot, so that a reset comes before or after it
+  // Held while a new stream takes its slot, so that a reset comes before or after it; protects the lists.
+  std::mutex mutex_;
+  // Blocks that could not be handed out; they go back when the next cannot, or memory is short, if the driver does not
+  // take them at once.
+  std::vector<CUdeviceptr> unused_;
+  // Streams whose allocation had to wait for another stream's work. Other threads may still be using them.
+  std::vector<CUstream> left_;
   // Shared: while something that may wait is put on our streams. Alone, and only ever tried: from the query that finds
   // a stream complete to the end of the synchronisation with it, which then has nothing to wait for.
   std::shared_mutex submitting_;

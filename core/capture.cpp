@@ -45,12 +45,14 @@ void CaptureGate::forget(CUcontext context) noexcept {
   closed_.fetch_sub(static_cast<int>(gone), std::memory_order_seq_cst);
 }
 
-bool CaptureGate::ask_capturing(const Driver& driver, CUstream stream) const noexcept {
+CUresult CaptureGate::ask(const Driver& driver, CUstream stream, bool& capturing) const noexcept {
+  capturing = false;
   // The legacy stream cannot be captured, and asking it while a blocking stream captures invalidates that capture.
-  if (!may_be_open() || is_legacy(stream) || driver.cuStreamIsCapturing == nullptr) return false;
+  if (is_legacy(stream) || driver.cuStreamIsCapturing == nullptr) return CUDA_SUCCESS;
   CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
-  return driver.call(driver.cuStreamIsCapturing, stream, &status) == CUDA_SUCCESS &&
-         status != CU_STREAM_CAPTURE_STATUS_NONE;
+  const CUresult result = driver.call(driver.cuStreamIsCapturing, stream, &status);
+  capturing = status != CU_STREAM_CAPTURE_STATUS_NONE;
+  return result;
 }
 
 }  // namespace cushion

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "core/driver.h"
+#include "core/mutation.h"
 
 namespace cushion {
 
@@ -26,7 +27,7 @@ class CaptureGate {
   // Shared side. True: no capture is open, and none begins until leave().
   bool enter() noexcept {
     recorders_.fetch_add(1, std::memory_order_seq_cst);
-    if (closed_.load(std::memory_order_seq_cst) == 0) return true;
+    if (closed_.load(std::memory_order_seq_cst) == 0 || mutated(Mutation::capture_ignored)) return true;
     leave();
     return false;
   }
@@ -51,14 +52,16 @@ class CaptureGate {
   // After a context has ended, and every capture in it.
   void forget(CUcontext context) noexcept;
 
-  // Whether `stream` itself is capturing. Costs a driver call only while a capture is open.
+  // Whether `stream` itself may be capturing: also where the driver does not say. Costs a driver call only while a
+  // capture is open.
   bool capturing(const Driver& driver, CUstream stream) const noexcept {
-    return may_be_open() && ask_capturing(driver, stream);
+    bool capturing = false;
+    return may_be_open() && (ask(driver, stream, capturing) != CUDA_SUCCESS || capturing);
   }
+  // What the driver says of it.
+  CUresult ask(const Driver& driver, CUstream stream, bool& capturing) const noexcept;
 
  private:
-  bool ask_capturing(const Driver& driver, CUstream stream) const noexcept;
-
   struct Open {
     CUstream stream;
     CUcontext context;

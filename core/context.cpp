@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/log.h"
+#include "core/mutation.h"
 #include "core/thread.h"
 
 namespace cushion {
@@ -47,6 +48,12 @@ inline void turn_to(Lane& lane) noexcept {
 // Errors that say "not while a capture is open": the call touched nothing else.
 bool is_capture_error(CUresult r) noexcept {
   return r >= CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED && r <= CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD;
+}
+
+// The wrong fence (contract §3), for a mutation.
+CUresult record_legacy(const Driver& driver, CUcontext context, CUevent event) noexcept {
+  CurrentContext current(driver, context);
+  return driver.cuEventRecord(event, stream_handle(kLegacyStream));
 }
 
 }  // namespace
@@ -332,7 +339,7 @@ bool Context::refill(Arena& arena, const Need& need, LaneRef by) {
     superblock = global().take(whole, by, BlockState::cached);
     if (superblock == nullptr) return false;
     superblock->api = Api::superblock;
-    clean = superblock->heap == global().clean->index;
+    clean = superblock->heap == global().clean->index || mutated(Mutation::superblock_comes_clean);
   }
   const std::uint64_t stamp = fences_.now();
   {
@@ -468,13 +475,15 @@ bool Context::grow(const Need& need, bool exact, CUresult& why) {
   {
     RelaxedCaptureMode relaxed(driver());
     CurrentContext current(driver(), handle_);
-    if (want > least) {  // speculative: leaves the rest of the device to others (contract §6)
+    result = current.result();
+    if (result == CUDA_SUCCESS && want > least) {  // speculative: leaves the rest of the device to others (contract §6)
       std::size_t idle = 0;
       std::size_t total = 0;
       const std::uint64_t reserve = std::max(device_bytes_ / 50, std::uint64_t{512} << 20);
       if (!note(driver().call(driver().cuMemGetInfo_v2, &idle, &total)) || idle < want + reserve) want = least;
     }
-    result = driver().call(driver().cuMemAlloc_v2, &address, static_cast<std::size_t>(want));
+    if (result == CUDA_SUCCESS)
+      result = driver().call(driver().cuMemAlloc_v2, &address, static_cast<std::size_t>(want));
     if (result == CUDA_ERROR_OUT_OF_MEMORY && want > least) {
       want = least;
       result = driver().call(driver().cuMemAlloc_v2, &address, static_cast<std::size_t>(want));
@@ -531,6 +540,7 @@ Context::Grant Context::steal(Arena& arena, const Need& need, const Request& req
     RelaxedCaptureMode relaxed(driver());
     CurrentContext current(driver(), handle_);
     result = on_stream(request.stream->handle, [&](CUstream stream) {
+      if (mutated(Mutation::steal_without_wait)) return CUDA_SUCCESS;
       return driver().call(driver().cuStreamWaitEvent, stream, chosen.event.event, 0u);
     });
   }
@@ -562,7 +572,8 @@ bool Context::fill(std::uint64_t address, const Request& request) noexcept {
   // cudaMalloc has no stream: an own one, non-blocking, so that nothing of the program is waited for.
   CUstream stream = fill_stream_.load(std::memory_order_acquire);
   if (stream == nullptr) {
-    if (!note(driver().call(driver().cuStreamCreate, &stream, static_cast<unsigned>(CU_STREAM_NON_BLOCKING))))
+    if (!note(current.result()) ||
+        !note(driver().call(driver().cuStreamCreate, &stream, static_cast<unsigned>(CU_STREAM_NON_BLOCKING))))
       return false;
     CUstream first = nullptr;
     if (!fill_stream_.compare_exchange_strong(first, stream, std::memory_order_acq_rel)) {
@@ -618,7 +629,7 @@ CUresult Context::free(const Found& found) noexcept try {
   // Natively cudaFree of a stream-ordered block does not wait. Deferred frees need context fences to come back.
   const bool waits = block->api != Api::malloc_async;
   if (broken() == CUDA_SUCCESS && fenced && (!waits || options().free == FreeMode::deferred)) {
-    give(found, nullptr, false);
+    give(found, nullptr, mutated(Mutation::deferred_free_is_clean));
     return CUDA_SUCCESS;
   }
   if (options().free == FreeMode::automatic && waits && owes_wait()) {
@@ -659,9 +670,15 @@ bool Context::owes_wait() noexcept {
 CUresult Context::free_async(const Found& found, const StreamIdentity& stream, Context& stream_context) noexcept try {
   if (broken() != CUDA_SUCCESS) return broken();
   if (!found.block->change(found.address, BlockState::live, BlockState::freeing)) return CUDA_ERROR_INVALID_VALUE;
-  if (&stream_context != this || pressure_.load(std::memory_order_relaxed))
+  const bool own = &stream_context == this || mutated(Mutation::foreign_stream_is_own);
+  // By the legacy stream's rule its free comes after the blocking streams' work, and their work after its next
+  // allocation; but nothing is put on it that would tell them so, and an event would hold them back. The whole
+  // context's order covers that.
+  const bool orders_others =
+      own && is_legacy(stream.handle) && shared_.blocking_streams.load(std::memory_order_relaxed);
+  if (!own || (pressure_.load(std::memory_order_relaxed) && !orders_others))
     return free_evented(found, stream, stream_context);
-  give(found, &stream, false);
+  give(found, orders_others ? nullptr : &stream, mutated(Mutation::async_free_is_clean));
   return CUDA_SUCCESS;
 } catch (...) {  // no host memory
   found.block->change(found.address, BlockState::freeing, BlockState::live);
@@ -706,6 +723,11 @@ CUresult Context::free_evented(const Found& found, const StreamIdentity& stream,
     std::lock_guard lock(arena.mutex);
     if (found.generation != arena.generation()) return CUDA_SUCCESS;
     if (arena.evented.size() < arena.evented.capacity()) {
+      if (mutated(Mutation::evented_free_is_clean)) {
+        event.release();
+        arena.give_clean(found.block);
+        return CUDA_SUCCESS;
+      }
       arena.pool.give_evented(found.block, *arena.pending, stamp);
       arena.evented.push_back({found.block, event, foreign ? 0 : by.serial, false});
       return CUDA_SUCCESS;
@@ -733,7 +755,7 @@ void Context::give_cached(Block* stack, LaneRef by) noexcept {
     const std::uint64_t stamp = Magazine::stamp_of(*block);
     Arena& arena = *shared_.map.find(block->address())->arena();  // a cached block keeps its segment here
     std::lock_guard lock(arena.mutex);
-    stamp == 0 ? arena.give_clean(block) : arena.give(block, by, stamp);
+    stamp == 0 || mutated(Mutation::drained_magazine_is_clean) ? arena.give_clean(block) : arena.give(block, by, stamp);
   }
 }
 
@@ -777,7 +799,8 @@ bool Context::return_superblocks(Arena& arena, std::uint64_t keep) {
   std::lock_guard inner(global().mutex);
   for (const Arena::Superblock& s : superblocks) {
     Block* block = shared_.map.find(s.address)->block_at(s.address);
-    s.order == Order::clean ? global().give_clean(block) : global().give(block, s.lane, s.stamp);
+    s.order == Order::clean || mutated(Mutation::superblock_returns_clean) ? global().give_clean(block)
+                                                                           : global().give(block, s.lane, s.stamp);
   }
   return !superblocks.empty();
 }
@@ -785,6 +808,7 @@ bool Context::return_superblocks(Arena& arena, std::uint64_t keep) {
 // ---- fences ------------------------------------------------------------------------------------------------------
 
 CUresult Context::wait_for_context(std::uint64_t& taken) {
+  if (mutated(Mutation::free_does_not_wait)) return CUDA_SUCCESS;
   RelaxedCaptureMode relaxed(driver());
   if (!context_fences()) return native_wait(taken);
   FenceEvent fence{&events_, events_.generation(), events_.take(driver(), handle_)};
@@ -794,7 +818,8 @@ CUresult Context::wait_for_context(std::uint64_t& taken) {
     // One reading of the clock for both calls: on an idle device they are most of what cudaFree costs.
     InsideDriver inside;
     const std::uint64_t start = ticks();
-    result = driver().cuCtxRecordEvent(handle_, fence.event);
+    result = mutated(Mutation::legacy_fence) ? record_legacy(driver(), handle_, fence.event)
+                                             : driver().cuCtxRecordEvent(handle_, fence.event);
     shared_.gate.leave();
     // Not a query first: an idle device takes a moment to complete the event, and a query then costs more than it
     // saves.
@@ -811,18 +836,21 @@ CUresult Context::wait_for_context(std::uint64_t& taken) {
 
 CUresult Context::native_wait(std::uint64_t& taken) {
   CurrentContext current(driver(), handle_);
-  CUdeviceptr spare = 0;
+  Piece spare{0, 1};
+  std::uint64_t current_generation = 0;
   CUresult result = CUDA_SUCCESS;
   for (;;) {
     bool another_has_it = false;
     {
       std::lock_guard lock(mutex_);
-      spare = std::exchange(spare_, 0);
+      current_generation = generation();
+      spare.address = std::exchange(spare_, 0);
       another_has_it = spare_users_ != 0;
-      if (spare != 0) ++spare_users_;
+      if (spare.address != 0) ++spare_users_;
     }
-    if (spare != 0) break;
-    result = driver().call(driver().cuMemAlloc_v2, &spare, std::size_t{1});
+    if (spare.address != 0) break;
+    result = current.result();
+    if (result == CUDA_SUCCESS) result = driver().call(driver().cuMemAlloc_v2, &spare.address, std::size_t{1});
     if (result == CUDA_SUCCESS) {
       std::lock_guard lock(mutex_);
       ++spare_users_;
@@ -830,13 +858,12 @@ CUresult Context::native_wait(std::uint64_t& taken) {
     }
     if (result != CUDA_ERROR_OUT_OF_MEMORY) return result;
     // The device is full. An unused segment is as good to free; else whoever has the spare will bring it back.
-    const std::uint64_t before = generation();
-    std::vector<CUdeviceptr> segment;
+    std::vector<Piece> segment;
     if (const std::uint64_t bytes = unused(); bytes != 0) segment = detach_unused(bytes - 1);
     if (!segment.empty()) {
       spare = segment.back();
       segment.pop_back();
-      give_back(segment, before);
+      give_back(std::move(segment), current_generation);
       std::lock_guard lock(mutex_);
       ++spare_users_;
       break;
@@ -845,9 +872,9 @@ CUresult Context::native_wait(std::uint64_t& taken) {
     std::this_thread::yield();
   }
   const std::uint64_t start = ticks();
-  result = driver().call(driver().cuMemFree_v2, spare);
+  result = driver().call(driver().cuMemFree_v2, spare.address);
   taken = ticks() - start;
-  note(result);
+  if (!note(result)) refused(spare, current_generation);
   take_spare();
   std::lock_guard lock(mutex_);
   --spare_users_;
@@ -864,7 +891,8 @@ void Context::take_spare() {
   RelaxedCaptureMode relaxed(driver());
   CurrentContext current(driver(), handle_);
   CUdeviceptr fresh = 0;
-  if (driver().call(driver().cuMemAlloc_v2, &fresh, std::size_t{1}) != CUDA_SUCCESS) return;
+  if (current.result() != CUDA_SUCCESS || driver().call(driver().cuMemAlloc_v2, &fresh, std::size_t{1}) != CUDA_SUCCESS)
+    return;
   {
     std::lock_guard lock(mutex_);
     if (generation != events_.generation()) return;  // reset meanwhile: what the address is now is not ours
@@ -887,7 +915,9 @@ bool Context::record_fence(Fence& fence) {
       complete = false;
       return;
     }
-    const CUresult result = driver().call(driver().cuCtxRecordEvent, context.handle_, event.event);
+    const CUresult result = mutated(Mutation::legacy_fence)
+                                ? record_legacy(driver(), context.handle_, event.event)
+                                : driver().call(driver().cuCtxRecordEvent, context.handle_, event.event);
     shared_.gate.leave();
     complete = complete && context.note(result);
   };
@@ -908,7 +938,7 @@ bool Context::is_complete(std::span<const FenceEvent> events) noexcept {
   return std::all_of(events.begin(), events.end(), [&](const FenceEvent& e) {
     const CUresult result = e.query(driver());
     if (e.pool == &events_) note(result);  // another context's error is its own
-    return result == CUDA_SUCCESS;
+    return result == CUDA_SUCCESS || mutated(Mutation::fence_not_asked);
   });
 }
 
@@ -959,7 +989,15 @@ void Context::poll(std::uint64_t newest) {
   if (fences_.wants_fence(newest)) {
     Fence fresh;
     fresh.stamp = fences_.advance();
-    if (record_fence(fresh)) fences_.add(std::move(fresh));
+    if (record_fence(fresh)) {
+      if (mutated(Mutation::fence_event_given_back)) {
+        for (FenceEvent& event : fresh.events) event.release();
+      }
+      if (mutated(Mutation::allocation_waits)) {
+        for (const FenceEvent& event : fresh.events) driver().call(driver().cuEventSynchronize, event.event);
+      }
+      fences_.add(std::move(fresh));
+    }
   }
   std::vector<FenceEvent> events;
   for (bool complete = true; complete;) {
@@ -1039,7 +1077,8 @@ bool Context::streams_idle() {
   }
   const auto idle = [&](CUstream stream) { return succeeded(driver().call(driver().cuStreamQuery, stream)); };
   if (!none_left || !shared_.gate.enter()) return false;  // the legacy stream is not touched while a capture is open
-  const bool all = idle(stream_handle(kLegacyStream)) && shared_.streams.all_of(handle_, idle);
+  const bool all = idle(stream_handle(kLegacyStream)) &&
+                   (mutated(Mutation::idle_means_legacy_idle) || shared_.streams.all_of(handle_, idle));
   shared_.gate.leave();
   return all;
 }
@@ -1116,7 +1155,8 @@ void Context::order_after(const StreamIdentity& stream, const Position& position
   Lane& lane = *by.lane;
   lane.enter();
   std::erase_if(lane.before, [&](const Lane::Before& b) { return b.stamp <= fences_.clean_through(); });
-  lane.order_after({position.serial, position.stamp, position.lane});
+  const std::uint64_t stamp = mutated(Mutation::wait_orders_later_frees) ? kAnyStamp : position.stamp;
+  lane.order_after({position.serial, stamp, position.lane});
   for (const Lane::Before& earlier : position.before) lane.order_after(earlier);
   lane.leave();
 }
@@ -1129,6 +1169,7 @@ void Context::synchronized(std::uint64_t stamp, std::uint64_t generation) {
 }
 
 void Context::stream_going(const StreamIdentity& stream) {
+  if (mutated(Mutation::stream_known_by_handle)) return;
   for (;;) {
     std::unique_lock lock(mutex_);
     const auto found = lanes_.find(stream.id);
@@ -1141,13 +1182,15 @@ void Context::stream_going(const StreamIdentity& stream) {
     std::this_thread::yield();  // somebody asks the stream just now: it must not vanish under the question
   }
   // Older drivers have no such fence: an event says when the stream's work is over.
-  if (driver().cuCtxRecordEvent != nullptr || shared_.gate.capturing(driver(), stream.handle)) return;
+  if (driver().cuCtxRecordEvent != nullptr) return;
   const std::uint64_t generation = events_.generation();
   RelaxedCaptureMode relaxed(driver());
-  CUevent event = events_.take(driver(), handle_);
+  CUevent event = nullptr;
+  if (!shared_.gate.capturing(driver(), stream.handle)) event = events_.take(driver(), handle_);
   CurrentContext current(driver(), handle_);
   if (event == nullptr || !note(driver().call(driver().cuEventRecord, event, stream.handle))) {
     shared_.streams.lose();  // nothing will say it
+    if (event != nullptr) events_.put(event, generation);
     return;
   }
   std::lock_guard lock(mutex_);
@@ -1158,6 +1201,7 @@ void Context::stream_going(const StreamIdentity& stream) {
 // the next incarnation, which it gets only when this is over, and finds its arena's generation changed. Then the arenas
 // forget their memory, the global one last: until they have, their superblocks must be found in the map.
 void Context::discard() {
+  if (mutated(Mutation::reset_forgets_nothing)) return;
   std::lock_guard lock(mutex_);
   const auto end = [&](Lane& lane) {
     lane.enter();
@@ -1189,6 +1233,8 @@ void Context::discard() {
     if (Arena* arena = slot->load(std::memory_order_relaxed)) forget(*arena);
   }
   farewells_.clear();
+  for (const Piece& piece : refused_) gauges_.held.subtract(piece.bytes);
+  refused_.clear();
   spare_ = 0;
   fences_.abandon();
   events_.discard();
@@ -1214,8 +1260,9 @@ std::uint64_t Context::release_unused(std::uint64_t keep) {
   collect();
   const std::uint64_t generation = events_.generation();
   {
-    std::lock_guard lock(global().mutex);
-    if (global().pool.free_bytes() == 0) return 0;
+    std::lock_guard lock(mutex_);
+    std::lock_guard arena(global().mutex);
+    if (refused_.empty() && global().pool.free_bytes() == 0) return 0;
   }
   if (context_fences()) {
     Fence fence;
@@ -1232,9 +1279,9 @@ std::uint64_t Context::release_unused(std::uint64_t keep) {
   return give_back(detach_unused(keep), generation);
 }
 
-std::vector<CUdeviceptr> Context::detach_unused(std::uint64_t keep) {
+std::vector<Context::Piece> Context::detach_unused(std::uint64_t keep) {
   unused();
-  std::vector<CUdeviceptr> back;
+  std::vector<Piece> back;
   std::uint64_t bytes = 0;
   std::lock_guard lock(global().mutex);
   Pool& pool = global().pool;
@@ -1242,7 +1289,7 @@ std::vector<CUdeviceptr> Context::detach_unused(std::uint64_t keep) {
     Segment* next = segment->next;
     const Block* block = Pool::wholly_free(*segment);
     if (block != nullptr && block->heap == global().clean->index) {
-      back.push_back(segment->address());
+      back.push_back({segment->address(), segment->size()});
       bytes += segment->size();
       pool.remove(segment);
     }
@@ -1253,13 +1300,35 @@ std::vector<CUdeviceptr> Context::detach_unused(std::uint64_t keep) {
   return back;
 }
 
-std::uint64_t Context::give_back(const std::vector<CUdeviceptr>& segments, std::uint64_t generation) noexcept {
-  if (segments.empty() || generation != events_.generation()) return 0;
+std::uint64_t Context::give_back(std::vector<Piece> segments, std::uint64_t generation) {
+  {
+    std::lock_guard lock(mutex_);
+    if (generation != events_.generation()) return 0;
+    segments.insert(segments.end(), refused_.begin(), refused_.end());
+    for (const Piece& piece : refused_) gauges_.held.subtract(piece.bytes);
+    refused_.clear();
+  }
+  if (segments.empty()) return 0;
   RelaxedCaptureMode relaxed(driver());
-  for (CUdeviceptr address : segments) note(driver().call(driver().cuMemFree_v2, address));
-  count(shared_.counters.releases, segments.size());
-  log::debug("device {}: {} segments went back to the driver", device_, segments.size());
-  return segments.size();
+  std::uint64_t gone = 0;
+  for (const Piece& segment : segments) {
+    if (note(driver().call(driver().cuMemFree_v2, segment.address))) {
+      ++gone;
+    } else {
+      refused(segment, generation);
+    }
+  }
+  count(shared_.counters.releases, gone);
+  log::debug("device {}: {} segments went back to the driver", device_, gone);
+  return gone;
+}
+
+void Context::refused(const Piece& piece, std::uint64_t generation) noexcept try {
+  std::lock_guard lock(mutex_);
+  if (generation != events_.generation()) return;  // reset meanwhile: it went along
+  refused_.push_back(piece);
+  gauges_.held.add(piece.bytes);
+} catch (...) {  // no host memory to remember it by: it is lost until the context ends
 }
 
 std::uint64_t Context::relieve(std::uint64_t patience_ns) {

@@ -31,6 +31,7 @@
 #include "core/async.h"
 #include "core/fence.h"
 #include "core/lane.h"
+#include "core/mutation.h"
 #include "core/patience.h"
 #include "core/pool.h"
 #include "core/shared.h"
@@ -167,7 +168,7 @@ class Context {
   void give_cached(Block* stack, LaneRef by) noexcept;      // likewise: to its arena, each of the stack
   void tidy_lanes();
   std::uint64_t takes_through(const Lane& lane) const noexcept {
-    return lane.is_stream() ? kAnyStamp : fences_.clean_through();
+    return lane.is_stream() || mutated(Mutation::host_lane_takes_unclean) ? kAnyStamp : fences_.clean_through();
   }
 
   // ---- allocation
@@ -224,9 +225,14 @@ class Context {
   CUresult native_wait(std::uint64_t& ticks_taken);       // by freeing a small spare allocation
 
   // ---- giving memory back
-  std::uint64_t release_unused(std::uint64_t keep);            // the number of segments given back
-  std::vector<CUdeviceptr> detach_unused(std::uint64_t keep);  // takes clean, wholly free segments out of the pool
-  std::uint64_t give_back(const std::vector<CUdeviceptr>& segments, std::uint64_t generation) noexcept;
+  struct Piece {  // of the driver's memory
+    CUdeviceptr address;
+    std::uint64_t bytes;
+  };
+  std::uint64_t release_unused(std::uint64_t keep);      // the number of segments given back
+  std::vector<Piece> detach_unused(std::uint64_t keep);  // takes clean, wholly free segments out of the pool
+  std::uint64_t give_back(std::vector<Piece> segments, std::uint64_t generation);
+  void refused(const Piece& piece, std::uint64_t generation) noexcept;
 
   template <class Visit>
   void for_each_arena(Visit visit) {
@@ -275,6 +281,9 @@ class Context {
   std::uint64_t promised_ = 0;  // bytes being asked of the driver just now
   int growing_ = 0;             // threads asking
   bool initial_done_ = false;
+  // What the driver would not take back, and is asked to again. It counts as held, and is not handed out: an error does
+  // not say whose it is now.
+  std::vector<Piece> refused_;
   std::vector<CUevent> farewells_;  // old drivers: recorded on streams when they were destroyed
 };
 

@@ -77,44 +77,56 @@ inline bool is_sticky(CUresult r) noexcept {
 }
 
 // Runs Cushion's own calls of a scope with the thread's capture mode relaxed: event queries, event waits, cuMemAlloc
-// and cuMemFree are then harmless to any open capture (contract §4, measured). Costs about 15 ns.
+// and cuMemFree are then harmless to any open capture (contract §4, measured). Afterwards the thread has the program's
+// mode again: what the driver refused to change is not changed back, and a way back that it refuses is asked for once
+// more. Costs about 15 ns.
 class RelaxedCaptureMode {
  public:
-  explicit RelaxedCaptureMode(const Driver& driver) noexcept : driver_(driver) { exchange(); }
-  ~RelaxedCaptureMode() { exchange(); }
+  explicit RelaxedCaptureMode(const Driver& driver) noexcept : driver_(driver), exchanged_(exchange()) {}
+  ~RelaxedCaptureMode() {
+    if (exchanged_ && !exchange()) exchange();
+  }
   RelaxedCaptureMode(const RelaxedCaptureMode&) = delete;
   RelaxedCaptureMode& operator=(const RelaxedCaptureMode&) = delete;
 
  private:
-  void exchange() noexcept {
-    if (driver_.cuThreadExchangeStreamCaptureMode == nullptr) return;
+  bool exchange() noexcept {
+    if (driver_.cuThreadExchangeStreamCaptureMode == nullptr) return false;
     InsideDriver inside;
-    driver_.cuThreadExchangeStreamCaptureMode(&mode_);
+    return driver_.cuThreadExchangeStreamCaptureMode(&mode_) == CUDA_SUCCESS;
   }
   const Driver& driver_;
   CUstreamCaptureMode mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
+  const bool exchanged_;
 };
 
-// Makes a context current for a scope. Costs about 35 ns, nothing if it is current already.
+// Makes a context current for a scope: result() says whether it is; what must not happen in another context, as making
+// memory, streams and events, asks first. The program's context comes back: a pop that the driver refuses is asked for
+// once more. Costs about 35 ns, nothing if it is current already.
 class CurrentContext {
  public:
   CurrentContext(const Driver& driver, CUcontext context) noexcept : driver_(driver) {
     CUcontext now = nullptr;
     InsideDriver inside;
     if (driver.cuCtxGetCurrent(&now) == CUDA_SUCCESS && now == context) return;
-    pushed_ = driver.cuCtxPushCurrent_v2(context) == CUDA_SUCCESS;
+    result_ = driver.cuCtxPushCurrent_v2(context);
+    pushed_ = result_ == CUDA_SUCCESS;
   }
   ~CurrentContext() {
-    if (!pushed_) return;
-    InsideDriver inside;
-    CUcontext ignored = nullptr;
-    driver_.cuCtxPopCurrent_v2(&ignored);
+    if (pushed_ && !pop()) pop();
   }
+  CUresult result() const noexcept { return result_; }
   CurrentContext(const CurrentContext&) = delete;
   CurrentContext& operator=(const CurrentContext&) = delete;
 
  private:
+  bool pop() noexcept {
+    InsideDriver inside;
+    CUcontext ignored = nullptr;
+    return driver_.cuCtxPopCurrent_v2(&ignored) == CUDA_SUCCESS;
+  }
   const Driver& driver_;
+  CUresult result_ = CUDA_SUCCESS;
   bool pushed_ = false;
 };
 

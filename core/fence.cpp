@@ -15,6 +15,7 @@ CUevent EventPool::take(const Driver& driver, CUcontext context) noexcept {
     }
   }
   CurrentContext current(driver, context);
+  if (current.result() != CUDA_SUCCESS) return nullptr;
   CUevent event = nullptr;
   if (driver.call(driver.cuEventCreate, &event, static_cast<unsigned>(CU_EVENT_DISABLE_TIMING)) != CUDA_SUCCESS)
     return nullptr;

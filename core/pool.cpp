@@ -2,7 +2,18 @@
 
 #include <algorithm>
 
+#include "core/mutation.h"
+
 namespace cushion {
+namespace {
+
+// The stamp of blocks that become one.
+std::uint64_t later(std::uint64_t a, std::uint64_t b) noexcept {
+  return mutated(Mutation::merge_keeps_older_stamp) ? std::min(a, b) : std::max(a, b);
+}
+
+}  // namespace
+
 Heap* Pool::make_heap(Order order) {
   Heap* heap = nullptr;
   if (spare_heaps_.empty()) {
@@ -91,7 +102,7 @@ Block* Pool::carve(Block* block, std::uint64_t size, std::uint64_t alignment, Bl
 void Pool::put(Block* block, Heap& heap, std::uint64_t stamp) noexcept {
   if (Block* upper = block->upper; free_in(upper, heap)) {
     heap.bins.remove(upper);
-    stamp = std::max(stamp, upper->idle.stamp);
+    stamp = later(stamp, upper->idle.stamp);
     block->size += upper->size;
     block->upper = upper->upper;
     if (block->upper != nullptr) block->upper->lower = block;
@@ -100,7 +111,7 @@ void Pool::put(Block* block, Heap& heap, std::uint64_t stamp) noexcept {
   }
   if (Block* lower = block->lower; free_in(lower, heap)) {
     heap.bins.remove(lower);
-    stamp = std::max(stamp, lower->idle.stamp);
+    stamp = later(stamp, lower->idle.stamp);
     lower->size += block->size;
     lower->upper = block->upper;
     if (lower->upper != nullptr) lower->upper->lower = lower;

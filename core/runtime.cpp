@@ -7,6 +7,7 @@
 #include <ctime>
 
 #include "core/log.h"
+#include "core/mutation.h"
 #include "core/report.h"
 #include "core/thread.h"
 
@@ -119,7 +120,8 @@ bool Runtime::make_context(CUcontext handle, Context*& out) noexcept try {
   CUdevice device = 0;
   {
     CurrentContext current(driver, handle);
-    if (driver.call(driver.cuCtxGetDevice, &device) != CUDA_SUCCESS || device < 0 || device >= Shared::kDevices)
+    if (current.result() != CUDA_SUCCESS || driver.call(driver.cuCtxGetDevice, &device) != CUDA_SUCCESS || device < 0 ||
+        device >= Shared::kDevices)
       return false;
   }
   // Only contexts whose fences are known to cover all their work are served: the device's primary one, and those
@@ -163,6 +165,7 @@ void Runtime::look_at_order(CUdevice device, bool another) noexcept {
   const Driver& driver = shared_.driver;
   driver.call(driver.cuDeviceGetAttribute, &pageable, CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS, device);
   if (pageable != 0) end_order("pageable memory access");
+  if (driver.cuCtxRecordEvent == nullptr) end_order("a driver before 12.5");
   if (another) end_order("a second context");
   if (options().init != InitMode::none) end_order("CUSHION_INIT");  // its fills have a stream of their own
 }
@@ -232,13 +235,14 @@ CUresult Runtime::ask_identity(StreamCache& cache) noexcept {
     // Before driver 12.0 there are no ids. A handle serves: the destroy hook ends its lane before it is reused.
     unsigned long long id = is_per_thread(stream) ? static_cast<std::uint64_t>(thread_id()) | std::uint64_t{1} << 63
                                                   : reinterpret_cast<std::uintptr_t>(stream);
-    if (driver.cuStreamGetId != nullptr) {
+    if (driver.cuStreamGetId != nullptr && !mutated(Mutation::stream_known_by_handle)) {
       if (const CUresult result = driver.cuStreamGetId(stream, &id); result != CUDA_SUCCESS) return result;
     }
     cache.identity.id = id;
   }
   if (is_per_thread(stream)) {
     cache.identity.owner_thread = thread_id();
+    shared_.blocking_streams.store(true, std::memory_order_relaxed);
     shared_.streams.lose();  // only its own thread can ask it
   }
   cache.context = context_of(owner);
@@ -363,7 +367,12 @@ std::optional<CUresult> Runtime::free_async(CUdeviceptr address, CUstream stream
   }
   const Context::Found found = Context::find(*segment, address);
   if (found.block == nullptr) return CUDA_ERROR_INVALID_VALUE;
-  if (shared_.gate.capturing(shared_.driver, stream)) return CUDA_ERROR_INVALID_VALUE;  // as natively (contract §4)
+  if (shared_.gate.may_be_open()) {
+    bool capturing = false;
+    if (const CUresult result = shared_.gate.ask(shared_.driver, stream, capturing); result != CUDA_SUCCESS)
+      return result;
+    if (capturing) return CUDA_ERROR_INVALID_VALUE;  // as natively (contract §4)
+  }
   const StreamIdentity* identity = nullptr;
   Context* stream_context = nullptr;
   const CUresult result = identify(stream, identity, stream_context);
@@ -535,11 +544,15 @@ void Runtime::forget_event(CUevent event) noexcept {
   event_count_.store(static_cast<int>(events_->size()), std::memory_order_relaxed);
 }
 
-void Runtime::stream_created(CUstream stream) noexcept try {
+void Runtime::stream_created(CUstream stream, unsigned flags) noexcept try {
+  if ((flags & CU_STREAM_NON_BLOCKING) == 0) shared_.blocking_streams.store(true, std::memory_order_relaxed);
   if (shared_.driver.cuCtxRecordEvent != nullptr) return;
   CUcontext context = nullptr;
-  InsideDriver inside;
-  if (shared_.driver.cuCtxGetCurrent(&context) == CUDA_SUCCESS) shared_.streams.add(stream, context);
+  if (shared_.driver.call(shared_.driver.cuCtxGetCurrent, &context) == CUDA_SUCCESS) {
+    shared_.streams.add(stream, context);
+  } else {
+    shared_.streams.lose();
+  }
 } catch (...) {  // unknown to streams: then nothing it might still use may be called idle
   shared_.streams.lose();
 }
@@ -589,21 +602,30 @@ void Runtime::ended(CUcontext handle) noexcept try {
     context->discard();
     shared_.order.forget();
   }
-  if (foreign_ != nullptr) {
-    std::lock_guard lock(foreign_mutex_);
-    std::erase_if(*foreign_, [&](const auto& entry) {
-      if (entry.second.context != handle) return false;
-      foreign_bytes(entry.second).subtract(entry.second.size);
-      if (entry.second.server != nullptr) {
-        count(shared_.counters.reset_blocks);
-        count(shared_.counters.reset_bytes, entry.second.size);
-      }
-      return true;
-    });
+  bool created = false;
+  {
+    std::lock_guard lock(contexts_mutex_);
+    created = std::erase(created_, handle) != 0;
+    std::erase(accessors_, handle);
   }
-  std::lock_guard lock(contexts_mutex_);
-  std::erase(created_, handle);
-  std::erase(accessors_, handle);
+  if (foreign_ == nullptr) return;
+  // Memory of a device's pool outlives the contexts that the program created (measured). A block whose context the
+  // driver would not name may have gone with any.
+  const auto gone = [&](const ForeignBlock& block) {
+    const bool of_pool = block.api == Api::malloc_async || block.api == Api::from_pool;
+    if (of_pool && created) return false;
+    return block.context == handle || block.context == nullptr;
+  };
+  std::lock_guard lock(foreign_mutex_);
+  std::erase_if(*foreign_, [&](const auto& entry) {
+    if (!gone(entry.second)) return false;
+    foreign_bytes(entry.second).subtract(entry.second.size);
+    if (entry.second.server != nullptr) {
+      count(shared_.counters.reset_blocks);
+      count(shared_.counters.reset_bytes, entry.second.size);
+    }
+    return true;
+  });
 } catch (...) {
 }
 

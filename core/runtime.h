@@ -95,7 +95,7 @@ class Runtime {
   void forget_event(CUevent event) noexcept;
   // Before a call after which a free could be told from a native one (single_order.h); `why` names it.
   void end_order(const char* why) noexcept { shared_.order.end(shared_.driver, why); }
-  void stream_created(CUstream stream) noexcept;
+  void stream_created(CUstream stream, unsigned flags) noexcept;
   void stream_going(CUstream stream) noexcept;
 
   struct SyncMark {

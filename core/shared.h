@@ -35,9 +35,10 @@ struct Shared {
   std::atomic<int> context_count{0};
 
   // Set once and never cleared; each turns an optimisation off (relaxed: set before the program can rely on it).
-  std::atomic<bool> green_contexts{false};  // cuCtxRecordEvent would miss a green context's work
-  std::atomic<bool> peers{false};           // another device's work may touch our memory
-  std::atomic<bool> foreign_events{false};  // events are recorded where we cannot see (graph nodes, IPC)
+  std::atomic<bool> green_contexts{false};    // cuCtxRecordEvent would miss a green context's work
+  std::atomic<bool> peers{false};             // another device's work may touch our memory
+  std::atomic<bool> blocking_streams{false};  // the legacy stream has others to order (Context::free_async)
+  std::atomic<bool> foreign_events{false};    // events are recorded where we cannot see (graph nodes, IPC)
 
   SingleOrder order;  // CUSHION_FREE=auto
 

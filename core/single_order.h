@@ -29,6 +29,7 @@
 #include "core/capture.h"
 #include "core/driver.h"
 #include "core/fence.h"
+#include "core/mutation.h"
 
 namespace cushion {
 
@@ -41,6 +42,7 @@ class SingleOrder {
   // Before the call that may end it reaches the driver.
   void end(const Driver& driver, const char* why) noexcept {
     const char* holding = nullptr;
+    if (mutated(Mutation::order_never_ends)) return;
     ended_by_.compare_exchange_strong(holding, why, std::memory_order_seq_cst);
     pay(driver);
   }
@@ -60,7 +62,7 @@ class SingleOrder {
   bool owe(const Driver& driver, CaptureGate& gate, CUcontext context, EventPool& events) noexcept;
   // Waits for what is owed, if anything is.
   void pay(const Driver& driver) noexcept {
-    if (owed_.load(std::memory_order_seq_cst)) [[unlikely]]
+    if (owed_.load(std::memory_order_seq_cst) && !mutated(Mutation::owed_wait_is_forgotten)) [[unlikely]]
       wait(driver);
   }
   // The context was reset: its work is over, its events are gone.

@@ -134,17 +134,19 @@ CUresult begin_capture(CUstream stream, const Real<Fn>& real, Args... args) noex
 }
 
 template <class Fn, class... Args>
-CUresult end_capture(const Real<Fn>& real, Args... args) noexcept {
+CUresult end_capture(CUstream stream, const Real<Fn>& real, Args... args) noexcept {
   const CUresult result = real(args...);
-  if (!in_forked_child()) shared().gate.refresh(shared().driver, thread_id());
+  if (in_forked_child()) return result;
+  if (result == CUDA_SUCCESS) shared().gate.forget(stream, thread_id());
+  shared().gate.refresh(shared().driver, thread_id());
   return result;
 }
 
 template <class Fn, class... Args>
-CUresult create_stream(CUstream* out, const Real<Fn>& real, Args... args) noexcept {
+CUresult create_stream(CUstream* out, unsigned flags, const Real<Fn>& real, Args... args) noexcept {
   ends_order("a second stream");
-  const CUresult result = with_room(real, out, args...);
-  if (result == CUDA_SUCCESS && !in_forked_child()) runtime().stream_created(*out);
+  const CUresult result = with_room(real, out, flags, args...);
+  if (result == CUDA_SUCCESS && !in_forked_child()) runtime().stream_created(*out, flags);
   return result;
 }
 
@@ -271,9 +273,18 @@ CUresult synchronize(CUcontext context, const Real<Fn>& real, Args... args) noex
   return result;
 }
 
-// A program that asks for per-thread variants has streams that only their own threads can ask.
+// A program that asks for per-thread variants has streams that only their own threads can ask, and that block.
 void note_per_thread(cuuint64_t flags) noexcept {
-  if ((flags & CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM) != 0) shared().streams.lose();
+  if ((flags & CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM) == 0) return;
+  shared().streams.lose();
+  shared().blocking_streams.store(true, std::memory_order_relaxed);
+}
+
+template <class Fn, class... Args>
+CUresult launch(CUstream stream, const Real<Fn>& real, Args... args) noexcept {
+  if (is_per_thread(stream)) [[unlikely]]
+    shared().blocking_streams.store(true, std::memory_order_relaxed);
+  return with_room(real, args...);
 }
 
 void refuse_ipc() noexcept {
@@ -435,17 +446,22 @@ CUSHION_WITH_ROOM(cuGraphInstantiateWithFlags, (CUgraphExec * a, CUgraph b, unsi
 CUSHION_WITH_ROOM(cuGraphInstantiateWithParams, (CUgraphExec * a, CUgraph b, CUDA_GRAPH_INSTANTIATE_PARAMS* c), a, b, c)
 CUSHION_WITH_ROOM(cuGraphInstantiateWithParams_ptsz, (CUgraphExec * a, CUgraph b, CUDA_GRAPH_INSTANTIATE_PARAMS* c), a,
                   b, c)
-CUSHION_ENDS_ORDER(cuGraphLaunch, (CUgraphExec a, CUstream b), a, b)
+CUresult hook_cuGraphLaunch(CUgraphExec a, CUstream b) noexcept {
+  ends_order("cuGraphLaunch");
+  return launch(b, real_cuGraphLaunch, a, b);
+}
 CUSHION_ENDS_ORDER(cuGraphLaunch_ptsz, (CUgraphExec a, CUstream b), a, b)
-CUSHION_WITH_ROOM(cuLaunchKernel,
-                  (CUfunction a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned f, unsigned g, unsigned h,
-                   CUstream i, void** j, void** k),
-                  a, b, c, d, e, f, g, h, i, j, k)
+CUresult hook_cuLaunchKernel(CUfunction a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned f, unsigned g,
+                             unsigned h, CUstream i, void** j, void** k) noexcept {
+  return launch(i, real_cuLaunchKernel, a, b, c, d, e, f, g, h, i, j, k);
+}
 CUSHION_WITH_ROOM(cuLaunchKernel_ptsz,
                   (CUfunction a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned f, unsigned g, unsigned h,
                    CUstream i, void** j, void** k),
                   a, b, c, d, e, f, g, h, i, j, k)
-CUSHION_WITH_ROOM(cuLaunchKernelEx, (const CUlaunchConfig* a, CUfunction b, void** c, void** d), a, b, c, d)
+CUresult hook_cuLaunchKernelEx(const CUlaunchConfig* a, CUfunction b, void** c, void** d) noexcept {
+  return launch(a != nullptr ? a->hStream : nullptr, real_cuLaunchKernelEx, a, b, c, d);
+}
 CUSHION_WITH_ROOM(cuLaunchKernelEx_ptsz, (const CUlaunchConfig* a, CUfunction b, void** c, void** d), a, b, c, d)
 CUSHION_WITH_ROOM(cuLaunchCooperativeKernel,
                   (CUfunction a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned f, unsigned g, unsigned h,
@@ -539,10 +555,10 @@ CUresult hook_cuStreamQuery_ptsz(CUstream stream) noexcept {
 // ---- streams and captures ----------------------------------------------------------------------------------------
 
 CUresult hook_cuStreamCreate(CUstream* out, unsigned flags) noexcept {
-  return create_stream(out, real_cuStreamCreate, flags);
+  return create_stream(out, flags, real_cuStreamCreate);
 }
 CUresult hook_cuStreamCreateWithPriority(CUstream* out, unsigned flags, int priority) noexcept {
-  return create_stream(out, real_cuStreamCreateWithPriority, flags, priority);
+  return create_stream(out, flags, real_cuStreamCreateWithPriority, priority);
 }
 CUresult hook_cuStreamDestroy(CUstream stream) noexcept { return destroy_stream(stream, real_cuStreamDestroy); }
 CUresult hook_cuStreamDestroy_v2(CUstream stream) noexcept { return destroy_stream(stream, real_cuStreamDestroy_v2); }
@@ -570,10 +586,10 @@ CUresult hook_cuStreamBeginCaptureToGraph_ptsz(CUstream stream, CUgraph graph, c
   return begin_capture(per_thread(stream), real_cuStreamBeginCaptureToGraph_ptsz, stream, graph, nodes, edges, n, mode);
 }
 CUresult hook_cuStreamEndCapture(CUstream stream, CUgraph* graph) noexcept {
-  return end_capture(real_cuStreamEndCapture, stream, graph);
+  return end_capture(stream, real_cuStreamEndCapture, stream, graph);
 }
 CUresult hook_cuStreamEndCapture_ptsz(CUstream stream, CUgraph* graph) noexcept {
-  return end_capture(real_cuStreamEndCapture_ptsz, stream, graph);
+  return end_capture(per_thread(stream), real_cuStreamEndCapture_ptsz, stream, graph);
 }
 
 // ---- events ------------------------------------------------------------------------------------------------------

@@ -29,8 +29,11 @@ inline constexpr std::size_t kHooks = static_cast<std::size_t>(HookId::count);
 extern constinit std::atomic<void*> g_real[kHooks];
 
 // Finds the loaded driver and fills g_real, core's driver table and the map of cuGetProcAddress's answers. False while
-// no driver is loaded. Takes a lock the first time; afterwards one acquire load.
+// no driver is loaded, or it does not say its version. Takes a lock the first time; afterwards one acquire load.
 bool bind_driver() noexcept;
+
+// A function of a loaded driver that would not bind, for the program's own call; null if none is loaded.
+void* unbound(HookId id) noexcept;
 
 extern constinit std::mutex g_bind_mutex;  // held while binding; a fork waits for it
 
@@ -47,9 +50,9 @@ class Real<CUresult (*)(Args...)> {
     // Acquire: who sees a function sees the driver table too.
     void* function = g_real[static_cast<std::size_t>(id_)].load(std::memory_order_acquire);
     if (function == nullptr) {
-      if (!bind_driver()) return CUDA_ERROR_NOT_INITIALIZED;
-      function = g_real[static_cast<std::size_t>(id_)].load(std::memory_order_relaxed);
-      if (function == nullptr) return CUDA_ERROR_NOT_FOUND;
+      const bool bound = bind_driver();
+      function = bound ? g_real[static_cast<std::size_t>(id_)].load(std::memory_order_relaxed) : unbound(id_);
+      if (function == nullptr) return bound ? CUDA_ERROR_NOT_FOUND : CUDA_ERROR_NOT_INITIALIZED;
     }
     InsideDriver inside;
     return reinterpret_cast<CUresult (*)(Args...)>(function)(args...);

@@ -120,7 +120,10 @@ bool is_in_driver(const void* function) noexcept {
 void* hooked_dlsym(void* handle, const char* name) noexcept {
   void* found = real_dlsym()(handle, name);
   if (found == nullptr || !is_in_driver(found)) return found;  // a library's own private cu… symbol
-  if (std::string_view(name).ends_with("_ptsz")) runtime().shared().streams.lose();
+  if (std::string_view(name).ends_with("_ptsz")) {
+    runtime().shared().streams.lose();
+    runtime().shared().blocking_streams.store(true, std::memory_order_relaxed);
+  }
   return hook_address(static_cast<std::size_t>(hook_named(name)));
 }
 
@@ -187,6 +190,8 @@ bool bind_driver() noexcept {
   g_bound.store(true, std::memory_order_release);
   return true;
 }
+
+void* unbound(HookId id) noexcept { return find_in_driver(kInfo[static_cast<std::size_t>(id)].elf); }
 
 void* replacement_of(void* driver_function) noexcept {
   if (is_inert() || !bind_driver()) return driver_function;

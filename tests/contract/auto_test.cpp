@@ -164,12 +164,13 @@ TEST_P(AutoPrograms, SeesTheSameUnderAuto) {
   const nlohmann::json report = scratch.report("report.json");
   ASSERT_FALSE(report.is_null());
   const int owed = report["calls"]["free_waits_owed"];
-  if (report["single_order_ended_by"] == "pageable memory access") {
+  const std::string ended_by = report["single_order_ended_by"];
+  if (ended_by == "pageable memory access" || ended_by == "a driver before 12.5") {
     EXPECT_EQ(owed, 0);
-    GTEST_SKIP() << "the device reads the host's memory here: no free returns early";
+    GTEST_SKIP() << "no free returns early here: " << ended_by;
   }
   EXPECT_EQ(owed, GetParam().owed);
-  EXPECT_EQ(report["single_order_ended_by"], GetParam().ended_by);
+  EXPECT_EQ(ended_by, GetParam().ended_by);
 }
 
 }  // namespace

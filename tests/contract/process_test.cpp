@@ -51,6 +51,10 @@ SCENARIO(ends_by_quick_exit) { leave_blocks(), std::quick_exit(7); }
 SCENARIO(ends_by_exception) { leave_blocks(), throw std::runtime_error("uncaught"); }
 SCENARIO(ends_by_abort) { leave_blocks(), std::abort(); }
 SCENARIO(ends_by_sigsegv) { leave_blocks(), raise(SIGSEGV); }
+SCENARIO(ends_by_fault) {
+  leave_blocks();
+  *static_cast<volatile int*>(nullptr) = 1;  // NOLINT: the fault is wanted
+}
 SCENARIO(ends_by_sigterm) { leave_blocks(), raise(SIGTERM); }
 SCENARIO(ends_by_sigint) { leave_blocks(), raise(SIGINT); }
 
@@ -60,7 +64,8 @@ void expect_report(const nlohmann::json& report, pid_t pid) {
   EXPECT_EQ(report["version"], 1);
   EXPECT_EQ(report["program"]["pid"], pid);
   EXPECT_EQ(report["program"]["name"], "contract_tests");
-  EXPECT_EQ(report["options"]["FREE"], deferred() ? "deferred" : "sync");
+  const char* free = std::getenv("CUSHION_FREE");
+  EXPECT_EQ(report["options"]["FREE"], free != nullptr ? free : "sync");
   EXPECT_GE(report["calls"]["served"].get<int>(), 4);
   const nlohmann::json& device = report["devices"][0];
   EXPECT_EQ(device["requested"]["current"], 3000);
@@ -101,7 +106,8 @@ INSTANTIATE_TEST_SUITE_P(Every, ProcessEnd,
                                          End{"ends_by__exit", 8, 0}, End{"ends_by__Exit", 6, 0},
                                          End{"ends_by_quick_exit", 7, 0}, End{"ends_by_exception", 0, SIGABRT},
                                          End{"ends_by_abort", 0, SIGABRT}, End{"ends_by_sigsegv", 0, SIGSEGV},
-                                         End{"ends_by_sigterm", 0, SIGTERM}, End{"ends_by_sigint", 0, SIGINT}),
+                                         End{"ends_by_fault", 0, SIGSEGV}, End{"ends_by_sigterm", 0, SIGTERM},
+                                         End{"ends_by_sigint", 0, SIGINT}),
                          [](const auto& end) { return std::string(end.param.scenario); });
 
 // With native CUDA below, the report still knows peaks and leaks.
@@ -154,6 +160,46 @@ TEST_F(Process, AProgramsSignalHandlerStays) {
   const Scratch scratch;
   const Outcome outcome = run_scenario("has_a_signal_handler", {report_option(scratch)});
   EXPECT_TRUE(outcome.exited(42)) << outcome;
+  if (under_cushion()) expect_report(scratch.report("report.json"), outcome.pid);
+}
+
+// A crash handler that has its say and leaves the rest to the handler that it found.
+struct sigaction found_handler {};
+SCENARIO(chains_to_the_handler_it_found) {
+  leave_blocks();
+  struct sigaction mine {};
+  mine.sa_sigaction = [](int number, siginfo_t* info, void* context) {
+    if (write(STDOUT_FILENO, "mine\n", 5) != 5) _exit(43);
+    if ((found_handler.sa_flags & SA_SIGINFO) != 0) return found_handler.sa_sigaction(number, info, context);
+    sigaction(number, &found_handler, nullptr);
+    raise(number);
+  };
+  mine.sa_flags = SA_SIGINFO;
+  EXPECT_EQ(sigaction(SIGTERM, &mine, &found_handler), 0);
+  raise(expectations_failed() ? SIGKILL : SIGTERM);
+}
+
+TEST_F(Process, ACrashHandlerMayChain) {
+  const Scratch scratch;
+  const Outcome outcome = run_scenario("chains_to_the_handler_it_found", {report_option(scratch)});
+  EXPECT_TRUE(outcome.killed(SIGTERM)) << outcome;
+  EXPECT_EQ(outcome.out, "mine\n");
+  if (under_cushion()) expect_report(scratch.report("report.json"), outcome.pid);
+}
+
+// abort() with the program's own handler, which may leave by another way.
+SCENARIO(catches_abort) {
+  struct sigaction mine {};
+  mine.sa_handler = [](int) { _exit(44); };
+  leave_blocks();
+  EXPECT_EQ(sigaction(SIGABRT, &mine, nullptr), 0);
+  std::abort();
+}
+
+TEST_F(Process, AProgramMayCatchItsAbort) {
+  const Scratch scratch;
+  const Outcome outcome = run_scenario("catches_abort", {report_option(scratch)});
+  EXPECT_TRUE(outcome.exited(44)) << outcome;
   if (under_cushion()) expect_report(scratch.report("report.json"), outcome.pid);
 }
 

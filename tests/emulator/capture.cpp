@@ -63,6 +63,13 @@ CUstreamCaptureStatus StatusOf(const Stream& stream) {
   return stream.capture->invalid ? CU_STREAM_CAPTURE_STATUS_INVALIDATED : CU_STREAM_CAPTURE_STATUS_ACTIVE;
 }
 
+// Whether the capture forbids the calling thread what is unsafe.
+bool Forbids(const CapturePtr& capture) {
+  if (thread_mode == CU_STREAM_CAPTURE_MODE_RELAXED || capture->mode == CU_STREAM_CAPTURE_MODE_RELAXED) return false;
+  return capture->thread == ThreadToken() ||
+         (capture->mode == CU_STREAM_CAPTURE_MODE_GLOBAL && thread_mode == CU_STREAM_CAPTURE_MODE_GLOBAL);
+}
+
 void RequireValid(const Capture& capture) { Require(!capture.invalid, CUDA_ERROR_STREAM_CAPTURE_INVALIDATED); }
 
 }  // namespace
@@ -76,14 +83,12 @@ void LeaveCapture(Stream& stream) {
   if (capture->origin == &stream) Close(capture);
 }
 
+bool CaptureForbids() { return std::any_of(open_captures().begin(), open_captures().end(), Forbids); }
+
 void RefuseDuringCapture() {
-  if (thread_mode == CU_STREAM_CAPTURE_MODE_RELAXED) return;
   bool refused = false;
   for (const CapturePtr& capture : open_captures()) {
-    if (capture->mode == CU_STREAM_CAPTURE_MODE_RELAXED) continue;
-    const bool own = capture->thread == ThreadToken();
-    const bool anyones = capture->mode == CU_STREAM_CAPTURE_MODE_GLOBAL && thread_mode == CU_STREAM_CAPTURE_MODE_GLOBAL;
-    if (!own && !anyones) continue;
+    if (!Forbids(capture)) continue;
     Invalidate(*capture);
     refused = true;
   }

@@ -30,6 +30,7 @@ void LeaveCapture(Stream& stream);
 
 // For calls that are unsafe anywhere in a capturing thread, and in any thread beside a global capture.
 void RefuseDuringCapture();
+bool CaptureForbids();  // whether it would refuse
 
 // For calls that are unsafe on a capturing stream.
 void RefuseOn(const Stream& stream);

@@ -4,6 +4,7 @@
 
 #include "capture.h"
 #include "driver.h"
+#include "stepped.h"
 
 namespace emu {
 namespace {
@@ -47,6 +48,7 @@ void EndContext(Lock& lock, const ContextPtr& context) {
   driver().events.TakeIf(belongs);
   driver().modules.TakeIf(belongs);
   WaitFor(lock, Pending(*context));
+  Observe(Covered(*context));
   Device& device = DeviceAt(context->device);
   const bool primary = context->handle == device.primary;
   const auto goes = [&](const Block& block) {
@@ -94,6 +96,7 @@ void Synchronize(Lock& lock, const ContextPtr& context) {
   RefuseWhileContextCaptures(*context);
   RefuseDuringCapture();
   WaitFor(lock, Pending(*context));
+  Observe(Covered(*context));
   AfterSynchronize(*context);
   Require(context->broken == CUDA_SUCCESS, context->broken);
 }
@@ -128,6 +131,12 @@ Tasks Pending(const Context& context) {
   add(context.legacy);
   for (const StreamPtr& stream : context.streams) add(stream);
   return tasks;
+}
+
+Clock Covered(const Context& context) {
+  Clock clock = context.legacy->seen;
+  for (const StreamPtr& stream : context.streams) Merge(clock, stream->seen);
+  return clock;
 }
 
 CUresult DevicePrimaryCtxRetain(CUcontext* out, CUdevice ordinal) {
@@ -285,9 +294,7 @@ CUresult CtxRecordEvent(CUcontext handle, CUevent event_handle) {
   const EventPtr event = EventOf(event_handle);
   Require(event->context == context, CUDA_ERROR_INVALID_HANDLE);
   RefuseWhileContextCaptures(*context);
-  Clock clock = context->legacy->seen;
-  for (const StreamPtr& stream : context->streams) Merge(clock, stream->seen);
-  event->Record(Pending(*context), std::move(clock));
+  event->Record(Pending(*context), Covered(*context));
   return CUDA_SUCCESS;
 }
 

@@ -46,4 +46,7 @@ std::uint64_t ThreadToken();
 // Unfinished work of the whole context, on every stream.
 Tasks Pending(const Context& context);
 
+// What is complete once all of that is.
+Clock Covered(const Context& context);
+
 }  // namespace emu

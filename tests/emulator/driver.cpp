@@ -5,12 +5,13 @@
 #include <string>
 
 #include "settings.h"
+#include "stepped.h"
 
 namespace emu {
 
 Driver::Driver() {
   for (int ordinal = 0; ordinal < settings().devices; ++ordinal) {
-    devices.push_back(std::make_unique<Device>(ordinal, settings().memory));
+    devices.push_back(std::make_unique<Device>(ordinal, SteppedMemory() != 0 ? SteppedMemory() : settings().memory));
     devices.back()->primary = contexts.Reserve();
     devices.back()->default_pool = devices.back()->current_pool = NewPool(*this, ordinal);
   }

@@ -509,6 +509,25 @@ TEST_F(Order, HandlesZeroAndOneAreOneStream) {
   EXPECT_NE(own, of_another);
 }
 
+// Work that is still to come on a freed block reaches all of it, though a smaller block of the stream has its place.
+TEST_F(Order, WorkReachesItsBlockAfterTheStreamHasGivenItsPlaceAway) {
+  const Driver& cu = driver();
+  const Stream stream;
+  for (const std::size_t smaller : {std::size_t{5000}, std::size_t{8000}}) {
+    CUdeviceptr p = 0, q = 0;
+    CHECK_CU(0, cu.MemAllocAsync(&p, 8192, stream));
+    CHECK_CU(0, LaunchHold(stream, 20 * kMillisecond));
+    CHECK_CU(0, LaunchFill(stream, p, 8192, 1));
+    CHECK_CU(0, cu.MemFreeAsync(p, stream));
+    CHECK_CU(0, cu.MemAllocAsync(&q, smaller, stream));
+    if (Driver::Emulated()) {
+      EXPECT_EQ(p, q) << "the test wants the place again";
+    }
+    CHECK_CU(0, cu.MemFreeAsync(q, stream));
+    CHECK_CU(0, stream.Synchronize());
+  }
+}
+
 TEST_F(Order, PoolGivesABusyBlockToItsOwnStreamOnly) {
   const Driver& cu = driver();
   Gate gate;

@@ -5,6 +5,7 @@
 
 #include "capture.h"
 #include "driver.h"
+#include "stepped.h"
 
 namespace emu {
 
@@ -84,7 +85,10 @@ CUresult EventQuery(CUevent handle) {
   const EventPtr event = EventOf(handle);
   RefuseDuringCapture();
   Require(event->capture == nullptr, CUDA_ERROR_CAPTURED_EVENT);
-  return event->Done() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+  if (Stepped()) Progress(lock);
+  if (!event->Done() || !MayTell(event->clock)) return CUDA_ERROR_NOT_READY;
+  Observe(event->clock);
+  return CUDA_SUCCESS;
 }
 
 CUresult EventSynchronize(CUevent handle) {
@@ -93,7 +97,9 @@ CUresult EventSynchronize(CUevent handle) {
   RefuseDuringCapture();
   Require(event->capture == nullptr, CUDA_ERROR_CAPTURED_EVENT);
   const Tasks tasks = event->tasks;
+  const Clock clock = event->clock;
   WaitFor(lock, tasks);
+  Observe(clock);
   AfterSynchronize(event->context->device);
   return event->context->broken;
 }
@@ -108,6 +114,8 @@ CUresult EventElapsedTime(float* milliseconds, CUevent start_handle, CUevent end
     Require(event->capture == nullptr, CUDA_ERROR_CAPTURED_EVENT);
   }
   Require(start->Done() && end->Done(), CUDA_ERROR_NOT_READY);
+  Observe(start->clock);
+  Observe(end->clock);
   *milliseconds = std::chrono::duration<float, std::milli>(end->Time() - start->Time()).count();
   return CUDA_SUCCESS;
 }

@@ -84,10 +84,15 @@ constinit std::array<std::atomic<unsigned long>, static_cast<std::size_t>(Functi
 constinit std::atomic<bool> initialised{false};
 constinit std::atomic<bool> forked{false};  // a child of a process that had called cuInit
 
+bool IsElf(std::string_view name) {
+  return std::any_of(descriptions().begin(), descriptions().end(), [&](const auto& f) { return name == f.elf; });
+}
+
 // The code this call was planned to fail with, if it was (EMU_FAIL).
 CUresult Planned(const Description& function, unsigned long call) {
   for (const PlannedFailure& failure : settings().failures) {
-    if (failure.call == call && (failure.function == function.elf || failure.function == function.name)) {
+    const bool due = failure.and_later ? call >= failure.call : call == failure.call;
+    if (due && (failure.function == function.elf || (failure.function == function.name && !IsElf(failure.function)))) {
       return failure.code;
     }
   }
@@ -230,6 +235,26 @@ void* Look(std::string_view name, int version, cuuint64_t flags, CUdriverProcAdd
   for (std::size_t i = 0; i < calls.size(); ++i) {
     if (calls[i] > 0) std::fprintf(file, "%s %lu\n", descriptions()[i].elf, calls[i].load());
   }
+  std::fclose(file);
+}
+
+// What it still had of the driver then (EMU_LEFT). Of memory that the program freed and work still uses, nothing.
+[[gnu::destructor]] void WriteLeft() {
+  if (!initialised || forked || settings().left_file.empty()) return;
+  std::FILE* const file = std::fopen(settings().left_file.c_str(), "w");
+  if (file == nullptr) return;
+  static constexpr const char* kKinds[] = {"device", "pool", "graph", "managed", "host", "registered", "mapped"};
+  std::array<std::pair<std::size_t, std::size_t>, std::size(kKinds)> left{};
+  Lock lock(global_mutex());
+  for (const BlockPtr& block : driver().blocks.Select([](const Block& b) { return !b.freed; })) {
+    auto& [objects, bytes] = left[static_cast<std::size_t>(block->kind)];
+    ++objects;
+    bytes += block->size;
+  }
+  for (std::size_t i = 0; i < left.size(); ++i) {
+    std::fprintf(file, "%s %zu %zu\n", kKinds[i], left[i].first, left[i].second);
+  }
+  std::fprintf(file, "streams %zu 0\nevents %zu 0\n", driver().streams.size(), driver().events.size());
   std::fclose(file);
 }
 

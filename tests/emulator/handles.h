@@ -42,6 +42,8 @@ class Handles {
     return found == objects_.end() ? nullptr : found->second;
   }
 
+  std::size_t size() const { return objects_.size(); }
+
   // Forgets the handle and returns what it named.
   std::shared_ptr<Object> Take(Handle handle) {
     const auto found = objects_.find(handle);

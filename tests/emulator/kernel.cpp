@@ -78,6 +78,19 @@ void k_print(const Machine&, std::uint32_t times) {
   for (std::uint32_t i = 0; i < times; ++i) std::puts("k_print");
 }
 
+// Emulator only, for programs that check order (stepped_api.h): calls a function of the program's.
+void k_call(const Machine&, void (*function)(void*), void* data) { function(data); }
+
+// Spins until a word of the program's is not 0; stepped mode runs it when it is.
+void k_spin(const Machine&, volatile std::uint32_t*) {}
+
+// Whether a kernel that spins would end, with its arguments.
+std::function<bool()> FlagIsSet(void** arguments) {
+  const volatile std::uint32_t* flag;
+  std::memcpy(&flag, arguments[0], sizeof flag);
+  return [flag] { return __atomic_load_n(flag, __ATOMIC_ACQUIRE) != 0; };
+}
+
 template <auto Run, class... Arguments>
 Work Bind(void (*)(const Machine&, Arguments...), const ContextPtr& context, void** arguments) {
   std::size_t next = 0;
@@ -97,6 +110,7 @@ Work Launch(const ContextPtr& context, void** arguments) {
 struct Named {
   std::string_view name;
   Kernel kernel;
+  std::function<bool()> (*ready)(void** arguments) = nullptr;  // task.h
   bool prints = false;
 };
 
@@ -106,8 +120,10 @@ constexpr std::array kKernels{
     Named{"k_fill_hold_check", Launch<k_fill_hold_check>},
     Named{"k_check", Launch<k_check>},
     Named{"k_copy", Launch<k_copy>},
-    Named{"k_wait_flag", Launch<k_wait_flag>},
-    Named{"k_print", Launch<k_print>, true},
+    Named{"k_wait_flag", Launch<k_wait_flag>, FlagIsSet},
+    Named{"k_print", Launch<k_print>, nullptr, true},
+    Named{"k_call", Launch<k_call>},
+    Named{"k_spin", Launch<k_spin>, FlagIsSet},
 };
 
 const Named* KernelOf(CUfunction function) {
@@ -163,7 +179,8 @@ CUresult LaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, uns
   Require(arguments != nullptr && extra == nullptr);  // arguments as one buffer are not emulated
   const StreamPtr stream = StreamOf(handle);
   stream->context->prints |= named->prints;
-  Issue(*stream, named->kernel(stream->context, arguments));
+  Issue(*stream, named->kernel(stream->context, arguments),
+        named->ready != nullptr ? named->ready(arguments) : std::function<bool()>{});
   return CUDA_SUCCESS;
 }
 

@@ -11,6 +11,7 @@
 #include "driver.h"
 #include "pool.h"
 #include "settings.h"
+#include "stepped.h"
 
 namespace emu {
 namespace {
@@ -41,7 +42,12 @@ BlockPtr Freeable(std::uintptr_t address) {
 void WaitAndRelease(Lock& lock, const BlockPtr& block) {
   Require(block->context->broken == CUDA_SUCCESS, block->context->broken);
   block->freed = true;
+  if (FreeReturns() && block->kind == Block::Kind::kDevice) {
+    Join(Pending(*block->context), [block] { Release(block); });
+    return;
+  }
   WaitFor(lock, Pending(*block->context));
+  Observe(Covered(*block->context));
   Release(block);
   Require(block->context->broken == CUDA_SUCCESS, block->context->broken);
 }
@@ -238,7 +244,7 @@ BlockPtr AddressMap::Find(std::uintptr_t address) const {
   auto next = blocks_.upper_bound(address);
   if (next == blocks_.begin()) return nullptr;
   const BlockPtr& block = std::prev(next)->second;
-  return address - block->base < block->size ? block : nullptr;
+  return address - block->base < block->reach ? block : nullptr;
 }
 
 BlockPtr LiveBlock(std::uintptr_t address) {
@@ -252,6 +258,7 @@ BlockPtr NewBlock(Block::Kind kind, const ContextPtr& context, Range range, std:
   block->kind = kind;
   block->base = range.base;
   block->size = size;
+  block->reach = size;
   block->range = range;
   block->device = context->device;
   block->context = context;
@@ -294,7 +301,7 @@ bool Accessible(const Context& context, std::uintptr_t address, std::size_t byte
     const bool elsewhere = block->device != context.device;
     if (elsewhere && block->kind == Block::Kind::kDevice && !context.peers.contains(block->context->id)) return false;
     if (elsewhere && block->kind == Block::Kind::kPool && !block->pool->Admits(context.device)) return false;
-    const std::size_t here = std::min(bytes, block->size - (address - block->base));
+    const std::size_t here = std::min(bytes, block->reach - (address - block->base));
     address += here;
     bytes -= here;
   }

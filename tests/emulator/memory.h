@@ -66,8 +66,9 @@ struct Block {
 
   Kind kind = Kind::kDevice;
   std::uintptr_t base = 0;
-  std::size_t size = 0;  // as requested
-  Range range;           // as taken
+  std::size_t size = 0;   // as requested
+  std::size_t reach = 0;  // what work may touch: of memory that work put on a stream before may still use, all of it
+  Range range;            // as taken
   CUdevice device = 0;
   ContextPtr context;
   std::shared_ptr<Pool> pool;

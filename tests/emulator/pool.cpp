@@ -6,6 +6,7 @@
 
 #include "capture.h"
 #include "driver.h"
+#include "stepped.h"
 
 namespace emu {
 namespace {
@@ -17,6 +18,15 @@ std::shared_ptr<Pool> PoolOf(CUmemoryPool handle) {
   std::shared_ptr<Pool> pool = driver().pools.Find(handle);
   Require(pool != nullptr);
   return pool;
+}
+
+// The place of an allocation or free on its stream.
+TaskPtr Mark(Stream& stream, Work on_reached) {
+  if (!Stepped()) return Submit(stream, nullptr, {}, std::move(on_reached));
+  Clock before = stream.seen;
+  stream.seen[stream.id] = ++stream.count;
+  Remember(stream, std::move(before));
+  return Join(Pending(stream), std::move(on_reached));
 }
 
 std::vector<std::shared_ptr<Pool>>& all_pools() {
@@ -83,6 +93,7 @@ template <class Predicate>
 void Pool::Notice(Predicate noticed) {
   std::erase_if(free, [&](const Free& entry) {
     if (!noticed(entry) || !AllDone(entry.fence)) return false;
+    ObserveInside(entry.clock);
     used -= entry.bytes;
     space.Give(entry.range);
     return true;
@@ -97,10 +108,15 @@ std::optional<Range> Pool::Reuse(Stream& stream, std::size_t size, const Allowed
   for (auto entry = free.begin(); entry != free.end(); ++entry) {
     if (entry->range.size < size || (entry->range.size / 2 > size && !AllDone(entry->fence))) continue;
     if (best != free.end() && best->range.size <= entry->range.size) continue;
+    if (OnlyGuaranteed() && !AllDone(entry->fence)) continue;  // a wait would order more
     if (allowed(*entry)) best = entry;
   }
   if (best == free.end()) return std::nullopt;
-  MakeWait(stream, best->fence, {});
+  if (AllDone(best->fence)) {
+    ObserveInside(best->clock);
+  } else {
+    MakeWait(stream, best->fence, best->clock);
+  }
   used -= std::exchange(best->bytes, 0);
   Range taken = best->range;
   if (AllDone(best->fence)) taken.size = size;
@@ -150,20 +166,22 @@ CUdeviceptr Pool::Allocate(Stream& stream, std::size_t bytes) {
   const BlockPtr block = NewBlock(Block::Kind::kPool, stream.context, *range, bytes);
   block->device = device;
   block->pool = shared_from_this();
-  Submit(stream, nullptr);
+  block->reach = range->size;  // of its last owner, whose work may be on its way, the size is not remembered
+  Mark(stream, {});
   return block->base;
 }
 
 void Pool::FreeOn(Stream& stream, const BlockPtr& block) {
   // The block stays accessible to work put on the stream before, until the free itself is reached.
   block->freed = true;
-  const TaskPtr reached = Submit(stream, nullptr, {}, [block] { driver().blocks.Remove(block); });
-  free.push_back({block->range, block->size, stream.context->id, stream.id, stream.count, {reached}});
+  const TaskPtr reached = Mark(stream, [block] { driver().blocks.Remove(block); });
+  free.push_back({block->range, block->size, stream.context->id, stream.id, stream.count, {reached}, stream.seen});
 }
 
 void Pool::FreeAfter(const BlockPtr& block, const Tasks& fence) {
   block->freed = true;
-  free.push_back({block->range, block->size, 0, 0, 0, {Join(fence, [block] { driver().blocks.Remove(block); })}});
+  const TaskPtr reached = Join(fence, [block] { driver().blocks.Remove(block); });
+  free.push_back({block->range, block->size, 0, 0, 0, {reached}, Covered(*block->context)});
 }
 
 void Pool::Discard(const Block& block) {
@@ -249,7 +267,10 @@ CUresult MemFreeAsync(CUdeviceptr address, CUstream handle) {
       return CUDA_SUCCESS;
     case Block::Kind::kDevice:  // §3: accepted, and does not wait
       block->freed = true;
-      Submit(*stream, nullptr, {}, [block] { Release(block); });
+      Mark(*stream, [block, clock = Covered(*stream)] {
+        ObserveInside(clock);
+        Release(block);
+      });
       return CUDA_SUCCESS;
     case Block::Kind::kGraph:
       block->freed = true;

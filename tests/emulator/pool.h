@@ -31,6 +31,7 @@ struct Pool : std::enable_shared_from_this<Pool> {
     std::uint64_t stream;   // that stream, and how many tasks it had by then
     std::uint64_t count;
     Tasks fence;  // done: anybody may have it
+    Clock clock;  // what the free comes after
   };
 
   CUmemoryPool handle = nullptr;

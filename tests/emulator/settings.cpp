@@ -31,7 +31,7 @@ std::vector<PlannedFailure> Failures(const std::string& text) {
     std::getline(fields, function, ':');
     std::getline(fields, call, ':');
     std::getline(fields, code, ':');
-    failures.push_back({function, std::stoul(call), static_cast<CUresult>(std::stoi(code))});
+    failures.push_back({function, std::stoul(call), call.ends_with('+'), static_cast<CUresult>(std::stoi(code))});
   }
   return failures;
 }
@@ -45,6 +45,7 @@ const Settings& settings() {
       std::stoi(Variable("EMU_DRIVER_VERSION", "13000")),
       Failures(Variable("EMU_FAIL", "")),
       Variable("EMU_COUNT", ""),
+      Variable("EMU_LEFT", ""),
   };
   return *read;
 }

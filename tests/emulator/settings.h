@@ -6,8 +6,10 @@
 //                               cuGetProcAddress; their ELF symbols cannot vanish, so called directly they answer
 //                               CUDA_ERROR_NOT_FOUND. A caller that uses dlsym must consult cuDriverGetVersion.
 //   EMU_FAIL=cuMemAlloc:3:2     the third call of that function, and no other, answers 2 (the default code); the name
-//                               is the ELF one or the one asked of cuGetProcAddress; several separated by commas
+//                               is the ELF one, else the one asked of cuGetProcAddress; several separated by commas.
+//                               cuMemAlloc:3+:2 fails every call from the third on
 //   EMU_COUNT=FILE              at the end of a process that called cuInit: "function calls" lines, ELF names
+//   EMU_LEFT=FILE               at the same time: "kind objects bytes" lines, what the process still had of the driver
 #pragma once
 
 #include <cstddef>
@@ -21,6 +23,7 @@ namespace emu {
 struct PlannedFailure {
   std::string function;
   unsigned long call;
+  bool and_later;
   CUresult code;
 };
 
@@ -30,6 +33,7 @@ struct Settings {
   int driver_version;
   std::vector<PlannedFailure> failures;
   std::string count_file;
+  std::string left_file;
 };
 
 const Settings& settings();

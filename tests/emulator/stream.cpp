@@ -8,6 +8,7 @@
 #include "context.h"
 #include "driver.h"
 #include "pool.h"
+#include "stepped.h"
 
 namespace emu {
 namespace {
@@ -28,26 +29,15 @@ void Serve(const StreamPtr& stream) {
       stream->has_worker = false;
       return;
     }
-    const TaskPtr task = stream->queue.front();
-    if (task->run && stream->context->broken == CUDA_SUCCESS) {
-      CUresult result = CUDA_SUCCESS;
-      lock.unlock();
-      try {
-        task->run();
-      } catch (const Failure& failure) {
-        result = failure.code;
-      }
-      lock.lock();
-      if (result != CUDA_SUCCESS) stream->context->broken = result;
-    }
-    stream->queue.pop_front();
-    Complete(task);
+    RunFront(lock, stream);
   }
 }
 
 void Enqueue(Stream& stream, const TaskPtr& task) {
   stream.queue.push_back(task);
-  if (stream.has_worker) {
+  if (Stepped()) {
+    Busy(stream);
+  } else if (stream.has_worker) {
     stream.ready.notify_one();
   } else {
     stream.has_worker = true;
@@ -66,9 +56,10 @@ StreamPtr NewStream(const std::shared_ptr<Context>& context, Stream::Kind kind, 
   stream->priority = priority;
   stream->context = context;
   // Streams that are gone and drained need no remembering.
-  std::erase_if(context->streams, [](const StreamPtr& old) { return old.use_count() == 1 && old->queue.empty(); });
+  if (!Stepped())
+    std::erase_if(context->streams, [](const StreamPtr& old) { return old.use_count() == 1 && old->queue.empty(); });
   context->streams.push_back(stream);
-  MakeWait(*stream, context->held_back_by, context->held_back_clock);
+  if (!context->held_back_by.empty()) MakeWait(*stream, context->held_back_by, context->held_back_clock);
   return stream;
 }
 
@@ -91,24 +82,62 @@ StreamPtr StreamOf(CUstream handle) {
   return stream;
 }
 
-TaskPtr Submit(Stream& stream, Work run, const Tasks& after, Work on_done) {
+void RunFront(Lock& lock, const StreamPtr& stream) {
+  const TaskPtr task = stream->queue.front();
+  if (task->run && stream->context->broken == CUDA_SUCCESS) {
+    CUresult result = CUDA_SUCCESS;
+    lock.unlock();
+    try {
+      task->run();
+    } catch (const Failure& failure) {
+      result = failure.code;
+    }
+    lock.lock();
+    if (result != CUDA_SUCCESS) stream->context->broken = result;
+  }
+  stream->queue.pop_front();
+  Complete(task);
+}
+
+Clock Covered(const Stream& stream) {
+  const Context& context = *stream.context;
+  Clock clock = stream.seen;
+  if (stream.kind == Stream::Kind::kLegacy) {
+    for (const StreamPtr& other : context.streams) {
+      if (other->blocking()) Merge(clock, other->seen);
+    }
+  } else if (stream.blocking()) {
+    Merge(clock, context.legacy->seen);
+  }
+  return clock;
+}
+
+TaskPtr Submit(Stream& stream, Work run, const Tasks& after, Work on_done, std::function<bool()> ready) {
   auto task = std::make_shared<Task>();
   task->stream = stream.shared_from_this();
   task->run = std::move(run);
   task->on_done = std::move(on_done);
+  task->ready = std::move(ready);
   for (const TaskPtr& blocker : after) BlockOn(task, blocker);
   const Context& context = *stream.context;
   if (stream.kind == Stream::Kind::kLegacy) {
     for (const StreamPtr& other : context.streams) {
       if (!other->blocking()) continue;
       BlockOn(task, other->tail);
-      Merge(stream.seen, other->seen);
     }
   } else if (stream.blocking()) {
     BlockOn(task, context.legacy->tail);
-    Merge(stream.seen, context.legacy->seen);
   }
+  Clock before = Covered(stream);
+  for (const TaskPtr& blocker : after) Merge(before, blocker->clock);
+  stream.seen = before;
   stream.seen[stream.id] = ++stream.count;
+  if (Stepped()) {
+    Merge(before, KnownToHost());
+    task->clock = before;
+    task->clock[stream.id] = stream.count;
+    Remember(stream, std::move(before));
+  }
   stream.tail = task;
   if (!task->run && task->blockers == 0 && stream.queue.empty()) {
     Complete(task);
@@ -118,11 +147,11 @@ TaskPtr Submit(Stream& stream, Work run, const Tasks& after, Work on_done) {
   return task;
 }
 
-void Issue(Stream& stream, Work run) {
+void Issue(Stream& stream, Work run, std::function<bool()> ready) {
   if (stream.capture != nullptr) {
     AddNode(stream, std::move(run));
   } else {
-    Submit(stream, std::move(run));
+    Submit(stream, std::move(run), {}, {}, std::move(ready));
   }
 }
 
@@ -140,8 +169,11 @@ Tasks Pending(const Stream& stream) {
   return tasks;
 }
 
+Clock Waited(const Stream& stream) { return stream.kind == Stream::Kind::kLegacy ? Covered(stream) : stream.seen; }
+
 void MakeWait(Stream& stream, const Tasks& tasks, const Clock& clock) {
-  if (!AllDone(tasks)) Submit(stream, nullptr, tasks);
+  // In stepped mode what a wait orders must not depend on what is done by now.
+  if (Stepped() || !AllDone(tasks)) Submit(stream, nullptr, tasks);
   Merge(stream.seen, clock);
 }
 
@@ -176,6 +208,7 @@ CUresult StreamSynchronize(CUstream handle) {
   RefuseOn(*stream);
   RefuseDuringCapture();
   WaitFor(lock, Pending(*stream));
+  Observe(Waited(*stream));
   AfterSynchronize(*stream);
   return stream->context->broken;
 }
@@ -185,7 +218,10 @@ CUresult StreamQuery(CUstream handle) {
   const StreamPtr stream = StreamOf(handle);
   RefuseOn(*stream);
   RefuseDuringCapture();
-  return Pending(*stream).empty() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+  if (Stepped()) Progress(lock);
+  if (!Pending(*stream).empty() || !MayTell(Waited(*stream))) return CUDA_ERROR_NOT_READY;
+  Observe(Waited(*stream));
+  return CUDA_SUCCESS;
 }
 
 CUresult StreamGetId(CUstream handle, unsigned long long* id) {

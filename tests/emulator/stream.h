@@ -50,14 +50,24 @@ StreamPtr StreamOf(CUstream handle);
 // What handle 0 means in the function being called: CU_STREAM_LEGACY, or CU_STREAM_PER_THREAD in _ptsz and _ptds ones.
 void SetDefaultStream(CUstream handle);
 
-// Puts work on a stream. No work makes a marker, which is done at once where nothing is before it.
-TaskPtr Submit(Stream& stream, Work run, const Tasks& after = {}, Work on_done = {});
+// Puts work on a stream. No work makes a marker, which is done at once where nothing is before it. `ready` is for
+// kernels that spin on a flag (task.h).
+TaskPtr Submit(Stream& stream, Work run, const Tasks& after = {}, Work on_done = {}, std::function<bool()> ready = {});
 
 // The same for work that a capture turns into a node of its graph.
-void Issue(Stream& stream, Work run);
+void Issue(Stream& stream, Work run, std::function<bool()> ready = {});
+
+// Runs the first task of the stream's queue, which nothing holds back, without the lock.
+void RunFront(Lock& lock, const StreamPtr& stream);
+
+// What work put on the stream now comes after.
+Clock Covered(const Stream& stream);
 
 // Unfinished tasks that end a stream's queue; for the legacy stream those of all blocking streams as well.
 Tasks Pending(const Stream& stream);
+
+// What is complete once they are.
+Clock Waited(const Stream& stream);
 
 // Makes work put on the stream from now on wait for the tasks.
 void MakeWait(Stream& stream, const Tasks& tasks, const Clock& clock);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "stepped.h"
 #include "stream.h"
 
 namespace emu {
@@ -32,6 +33,7 @@ bool AllDone(const Tasks& tasks) {
 void BlockOn(const TaskPtr& task, const TaskPtr& blocker) {
   if (blocker == nullptr || blocker->done) return;
   blocker->dependents.push_back(task);
+  task->after.push_back(blocker);
   ++task->blockers;
 }
 
@@ -39,6 +41,7 @@ void Complete(const TaskPtr& task) {
   task->done = true;
   task->finished = std::chrono::steady_clock::now();
   task->run = nullptr;
+  task->after.clear();
   if (task->on_done) std::exchange(task->on_done, nullptr)();
   for (const TaskPtr& dependent : std::exchange(task->dependents, {})) {
     if (--dependent->blockers > 0) continue;
@@ -55,12 +58,20 @@ void Complete(const TaskPtr& task) {
 TaskPtr Join(const Tasks& tasks, Work on_done) {
   auto joint = std::make_shared<Task>();
   joint->on_done = std::move(on_done);
-  for (const TaskPtr& task : tasks) BlockOn(joint, task);
+  for (const TaskPtr& task : tasks) {
+    BlockOn(joint, task);
+    Merge(joint->clock, task->clock);
+  }
   if (joint->blockers == 0) Complete(joint);
   return joint;
 }
 
 void WaitFor(Lock& lock, const Tasks& tasks) {
+  if (Stepped()) {
+    Force(lock, tasks);
+    for (const TaskPtr& task : tasks) Observe(task->clock);
+    return;
+  }
   ++progress().waiters;
   progress().changed.wait(lock, [&] { return AllDone(tasks); });
   --progress().waiters;

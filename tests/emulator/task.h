@@ -6,7 +6,8 @@
 // to run, a hand-over to the stream's worker.
 //
 // A clock says what is ordered: for each stream id, how many of its tasks come before. The pools use it to know whether
-// a free happened before an allocation (contract §3), whatever has completed by now.
+// a free happened before an allocation (contract §3), whatever has completed by now; stepped mode says by it which
+// accesses to memory are ordered.
 #pragma once
 
 #include <chrono>
@@ -36,9 +37,12 @@ using TimePoint = std::chrono::steady_clock::time_point;
 struct Task {
   std::shared_ptr<Stream> stream;
   Work run;
-  Work on_done;  // under the lock
+  Work on_done;                 // under the lock
+  std::function<bool()> ready;  // of a kernel that spins on a flag, in stepped mode: whether it can end now
   std::size_t blockers = 0;
   Tasks dependents;
+  Tasks after;  // what it waits for besides its stream's queue
+  Clock clock;  // what is complete once it is, itself included
   bool done = false;
   TimePoint finished{};
 };

@@ -17,7 +17,7 @@ void Look(const Driver& driver, F& function, const char* name, int version, cuui
   }
 }
 
-Driver Load() {
+Driver Load(bool per_thread) {
   Driver driver;
   driver.library = dlopen("libcuda.so.1", RTLD_NOW);
   if (driver.library == nullptr) return driver;
@@ -26,7 +26,7 @@ Driver Load() {
 #define X(name, version) Look(driver, driver.name, "cu" #name, version, CU_GET_PROC_ADDRESS_LEGACY_STREAM);
 #define T(name, version) \
   X(name, version)       \
-  Look(driver, driver.name##_ptsz, "cu" #name, version, CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM);
+  if (per_thread) Look(driver, driver.name##_ptsz, "cu" #name, version, CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM);
 #include "tests/harness/driver_functions.def"
 #undef X
 #undef T
@@ -45,7 +45,12 @@ std::string Reason() {
 }  // namespace
 
 const Driver& driver() {
-  static const Driver loaded = Load();
+  static const Driver loaded = Load(true);
+  return loaded;
+}
+
+const Driver& driver_without_per_thread() {
+  static const Driver loaded = Load(false);
   return loaded;
 }
 

@@ -35,4 +35,7 @@ struct Driver {
 
 const Driver& driver();
 
+// The same as found by a program that has no per-thread default streams: it asks for no _ptsz variant.
+const Driver& driver_without_per_thread();
+
 }  // namespace harness

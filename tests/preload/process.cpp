@@ -146,6 +146,89 @@ int threads() {
   return 13;
 }
 
+// Threads come and go; each leaves a block to its successor, which frees it, and keeps another to its own end.
+int many_threads() {
+  const DriverApi api = load();
+  use_device(api);
+  CUcontext context = nullptr;
+  api.primary_retain(&context, 0);
+  constexpr int kThreads = 200;
+  CUdeviceptr inherited = 0;
+  int failed = 0;
+  for (int i = 0; i < kThreads; ++i) {
+    std::thread([&] {
+      failed += api.set_current(context) != CUDA_SUCCESS;
+      if (inherited != 0) failed += api.free(inherited) != CUDA_SUCCESS;
+      const CUdeviceptr own = alloc(api, 100'000);
+      inherited = alloc(api, 1000);
+      failed += std::string(bytes_survive(api, own, 100'000, 5)) != "bytes kept";
+      failed += api.free(own) != CUDA_SUCCESS;
+    }).join();
+  }
+  failed += api.free(inherited) != CUDA_SUCCESS;
+  std::printf("failed: %d\n", failed);
+  return 17;
+}
+
+// What a thread keeps in thread-local storage is made and freed as late as the thread itself ends.
+struct ThreadBlock {
+  const DriverApi* api = nullptr;
+  CUdeviceptr block = 0;
+  ~ThreadBlock() {
+    if (api == nullptr) return;
+    std::printf("free: %d\n", api->free(block));
+    CUdeviceptr late = 0;
+    std::printf("alloc: %d", api->alloc(&late, 3000));
+    std::printf(" free: %d\n", api->free(late));
+  }
+};
+thread_local ThreadBlock thread_block;
+
+int thread_local_destructor() {
+  static const DriverApi api = load();
+  use_device(api);
+  CUcontext context = nullptr;
+  api.primary_retain(&context, 0);
+  std::thread([&] {
+    api.set_current(context);
+    thread_block = {&api, alloc(api, 4000)};
+  }).join();
+  thread_block = {&api, alloc(api, 4000)};  // main's own goes before the static destructors
+  return 18;
+}
+
+// exit() by a thread, while main and others are allocating.
+[[noreturn]] void exit_in_thread() {
+  static const DriverApi api = load();
+  use_device(api);
+  CUcontext context = nullptr;
+  api.primary_retain(&context, 0);
+  std::fflush(stdout);
+  for (int i = 0; i < 3; ++i) {
+    std::thread([=] {
+      api.set_current(context);
+      for (int round = 0;; ++round) {
+        CUdeviceptr block = 0;
+        if (api.alloc(&block, 5000) == CUDA_SUCCESS) api.free(block);
+        if (i == 0 && round == 1000) std::exit(19);
+      }
+    }).detach();
+  }
+  for (;;) pause();
+}
+
+// Whether Cushion is in this process.
+int show_mapped() {
+  bool mapped = false;
+  char line[4096];
+  std::FILE* const maps = std::fopen("/proc/self/maps", "re");
+  while (maps != nullptr && std::fgets(line, sizeof line, maps) != nullptr)
+    mapped = mapped || std::strstr(line, "libcushion.so") != nullptr;
+  if (maps != nullptr) std::fclose(maps);
+  std::printf("%s\n", mapped ? "mapped" : "not mapped");
+  return 20;
+}
+
 // main ends by pthread_exit; the process goes on, and ends when its last thread does.
 [[noreturn]] void main_thread_exits() {
   static const DriverApi api = load();
@@ -179,6 +262,19 @@ int unload(const char* plugin_path, int flags) {
   return 14;
 }
 
+// A library whose static object holds device memory is loaded and unloaded twice.
+int unload_static(const char* plugin_path) {
+  const DriverApi api = load();
+  use_device(api);
+  for (int i = 0; i < 2; ++i) {
+    void* plugin = dlopen(plugin_path, RTLD_NOW | RTLD_LOCAL);
+    require(plugin, "the plugin");
+    std::printf("unloaded: %d\n", dlclose(plugin));
+    exercise_memory(api);
+  }
+  return 21;
+}
+
 // Waits for a signal, a deadly one.
 int wait_for_signal() {
   const DriverApi api = load();
@@ -209,8 +305,13 @@ int main(int argc, char** argv) {
   if (scenario == "fork_child_calls") return fork_child_calls();
   if (scenario == "exec_child") return exec_child(argv[0]);
   if (scenario == "threads") return threads();
+  if (scenario == "many_threads") return many_threads();
+  if (scenario == "thread_local_destructor") return thread_local_destructor();
+  if (scenario == "exit_in_thread") exit_in_thread();
+  if (scenario == "show_mapped") return show_mapped();
   if (scenario == "main_thread_exits") main_thread_exits();
   if (scenario == "unload" && argc > 2) return unload(argv[2], 0);
+  if (scenario == "unload_static" && argc > 2) return unload_static(argv[2]);
   if (scenario == "unload_deepbind" && argc > 2) return unload(argv[2], RTLD_DEEPBIND);
   if (scenario == "wait_for_signal") return wait_for_signal();
   if (scenario == "show_preload") return show_preload();

@@ -759,6 +759,31 @@ def threads_ending(setting):
 
 
 @case
+def many_threads(setting):
+    """Two hundred threads come and go: what they cached and left is neither lost nor called a leak."""
+    result = setting.compare([setting.program("process"), "many_threads"])
+    check(result.reports[0]["live"] == [], f"live {result.reports[0]['live']}")
+    held = result.reports[0]["devices"][0]["held"]["peak"]
+    check(held <= 64 << 20, f"held {held} bytes for two blocks at a time")
+
+
+@case
+def thread_local_destructor(setting):
+    result = setting.compare([setting.program("process"), "thread_local_destructor"])
+    check(result.reports[0]["live"] == [], f"live {result.reports[0]['live']}")
+
+
+@case
+def exit_in_thread(setting):
+    """A thread ends the process while others are inside the hooks: the exit code is its own, the report is whole."""
+    result = setting.cushioned([setting.program("process"), "exit_in_thread"])
+    check(result.code == 19, f"exit code {result.code}: {result.err}")
+    check(result.err == "" and len(result.reports) == 1, f"{result.err!r}, {len(result.reports)} reports")
+    check(result.reports[0]["program"]["end"] == "exit", f"{result.reports[0]['program']}")
+    check(result.reports[0]["calls"]["served"] > 1000, f"{result.reports[0]['calls']}")
+
+
+@case
 def main_thread_exits(setting):
     if setting.sanitized:
         raise Skip("ThreadSanitizer's runtime cannot join the main thread")
@@ -769,6 +794,13 @@ def main_thread_exits(setting):
 def unloaded_plugin(setting):
     """A library that allocated is unloaded: its block lives on and is freed by the program."""
     setting.compare([setting.program("process"), "unload", setting.program("libplugin.so")])
+
+
+@case
+def unloaded_static(setting):
+    """A library's static object allocates when it is loaded and frees when it is unloaded, again and again."""
+    result = setting.compare([setting.program("process"), "unload_static", setting.program("libplugin_static.so")])
+    check(result.reports[0]["live"] == [], f"live {result.reports[0]['live']}")
 
 
 @case
@@ -794,6 +826,94 @@ def preload_list_kept(setting):
     result = setting.run([setting.program("process"), "show_preload"], preload=libraries)
     expected = ":".join(str(library) for library in libraries)
     check((result.code, result.out, result.err) == (15, f"LD_PRELOAD={expected}\n", ""), f"{result}")
+
+
+# --- other tools' preloads ------------------------------------------------------------------------------
+
+def library_of(*candidates):
+    """The first of these files, or names known to the loader or the compiler, that exists."""
+    for candidate in candidates:
+        if Path(candidate).is_absolute():
+            found = candidate
+        elif candidate.startswith("libasan"):
+            found = subprocess.run(["c++", f"-print-file-name={candidate}"], capture_output=True, text=True).stdout.strip()
+        else:
+            known = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True).stdout
+            match = re.search(rf"\b{re.escape(candidate)} .*=> (\S+)", known)
+            found = match.group(1) if match else ""
+        if found and Path(found).is_absolute() and Path(found).exists():
+            return Path(found).resolve()
+    return None
+
+
+TOOLS = {
+    "jemalloc": ("libjemalloc.so.2",),
+    "tcmalloc": ("libtcmalloc_minimal.so.4",),
+    "heaptrack": ("/usr/lib/heaptrack/libheaptrack_preload.so",
+                  f"/usr/lib/{os.uname().machine}-linux-gnu/heaptrack/libheaptrack_preload.so"),
+    "asan_runtime": ("libasan.so",),
+}
+
+
+def beside(tool):
+    def run(setting):
+        release_only(setting)
+        library = library_of(*TOOLS[tool])
+        if library is None:
+            raise Skip(f"{TOOLS[tool][0]} is not installed")
+        behind = () if tool == "asan_runtime" else ((),)  # AddressSanitizer's runtime wants to be the first
+        options = {"DUMP_HEAPTRACK_OUTPUT": setting.scratch / "heaptrack"} if tool == "heaptrack" else {}
+        for program, *words in (("route_dlsym",), ("route_linked",), ("process", "threads"), ("process", "fork_after"),
+                                ("lifetime",)):
+            command = [setting.program(program), *words]
+            native = setting.run(command, preload=[library], CUSHION_REPORT=None, **options)
+            for before, after in (((library,), ()), *(((), (library,)) for _ in behind)):
+                cushion = setting.cushioned(command, before=before, after=after, **options)
+                same(native, cushion)
+                check("ld.so" not in cushion.err, f"the loader would not preload: {cushion.err}")
+                check(len(cushion.reports) == 1, f"{len(cushion.reports)} reports of {command}: {cushion.err}")
+                check(cushion.reports[0]["calls"]["served"] > 0, f"{command}: {cushion.reports[0]['calls']}")
+
+        check(tool != "heaptrack" or list(setting.scratch.glob("heaptrack*")), "heaptrack recorded nothing")
+
+    CASES[f"beside_{tool}"] = run
+
+
+for _tool in TOOLS:
+    beside(_tool)
+
+
+# --- programs that a preload does not reach -------------------------------------------------------------
+
+@case
+def static_executable(setting):
+    """A program without a dynamic loader runs as it does natively, and there is no report."""
+    program = setting.build / "tests" / "tools" / "fixtures" / "static"
+    check(program.exists(), f"{program} is not built")
+    native = setting.run([program])
+    cushion = setting.cushioned([program], CUSHION_TRACK="on")
+    same(native, cushion)
+    check((cushion.err, cushion.reports) == (native.err, []), f"{cushion}")
+
+
+@case
+def setuid_program(setting):
+    """The loader takes nobody's preload into a program that runs with another user's rights."""
+    release_only(setting)
+    if os.geteuid() != 0:
+        raise Skip("only root can make a setuid program")
+    setting.scratch.chmod(0o755)
+    program = setting.scratch / "process"
+    shutil.copy(setting.program("process"), program)
+    for mode, seen in ((0o755, "mapped\n"), (0o4755, "not mapped\n")):
+        program.chmod(mode)
+        shim = setting.scratch / "libcushion.so"
+        shutil.copy(setting.shim, shim)
+        done = subprocess.run([program, "show_mapped"], env={"LD_PRELOAD": str(shim)}, user=65534, group=65534,
+                              extra_groups=[], capture_output=True, text=True, timeout=TIMEOUT_S, cwd="/")
+        if mode == 0o4755 and done.stdout == "mapped\n" and os.statvfs(program).f_flag & os.ST_NOSUID:
+            raise Skip("the temporary folder is mounted nosuid")
+        check((done.returncode, done.stdout) == (20, seen), f"mode {mode:o}: {done}")
 
 
 @case

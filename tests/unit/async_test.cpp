@@ -52,6 +52,18 @@ class AsyncTest : public harness::GpuTest {
   static inline CUcontext reset_context = nullptr;
   static inline int frees = 0;
 
+  // Counts the streams that the allocator makes.
+  void CountStreams() {
+    make_stream = table().cuStreamCreate;
+    streams_made = 0;
+    table().cuStreamCreate = [](CUstream* stream, unsigned flags) {
+      ++streams_made;
+      return make_stream(stream, flags);
+    };
+  }
+  static inline decltype(Driver::cuStreamCreate) make_stream = nullptr;
+  static inline int streams_made = 0;
+
   // The runtime under test, with these options besides ALLOCATOR=async.
   Runtime& Start(std::vector<const char*> environment = {}) {
     // Threads remember handles by the epoch: no two runtimes of this process may have the same.
@@ -67,6 +79,7 @@ class AsyncTest : public harness::GpuTest {
     EXPECT_TRUE(runtime_->start(environment.data(), "async_test", loaded));
     return *runtime_;
   }
+  Runtime& runtime() { return *runtime_; }
   Shared& shared() { return runtime_->shared(); }
   Driver& table() { return shared().driver; }
 
@@ -363,6 +376,53 @@ TEST_P(AsyncOnAFullDevice, WhereTheDriverWaitsForAnotherStreamTheHostDoesNotForL
   gate.Open();
   CHECK_CU(0, driver().CtxSynchronize());
   EXPECT_EQ(used(), 2 * kMiB + kRoom + 1) << "what came too late went back";
+}
+
+// A stream that waited is used again once it is idle: there are never more than have waited at the same time, and one.
+TEST_F(AsyncTest, StreamsThatWaitedAreUsedAgain) {
+  Start();
+  CountStreams();
+  table().cuMemsetD8Async = [](CUdeviceptr, unsigned char, std::size_t, CUstream) { return CUDA_SUCCESS; };
+  TestStream s;
+  ASSERT_NE(Malloc(1), 0u);
+  const Hog hog(70 * kMiB);
+  for (int round = 0; round < 4; ++round) {
+    const CUdeviceptr p = Malloc(60 * kMiB);
+    ASSERT_NE(p, 0u);
+    Gate gate;
+    gate.Hold(s);
+    CHECK_CU(0, FreeAsync(p, s));
+    EXPECT_EQ(Malloc(60 * kMiB), 0u);
+    const CUdeviceptr q = Malloc(2 * kMiB);
+    EXPECT_NE(q, 0u);
+    gate.Open();
+    CHECK_CU(0, driver().CtxSynchronize());
+    CHECK_CU(0, Free(q));
+  }
+  EXPECT_EQ(streams_made, 3) << "one to free on, and two to allocate on";
+}
+
+// While queries fail nothing is served, and nothing piles up.
+TEST_F(AsyncTest, AnErrorInsteadOfAnAnswerLosesNoStreamAndNoMemory) {
+  Start();
+  CountStreams();
+  ASSERT_NE(Malloc(1), 0u);
+  const auto ask = table().cuStreamQuery;
+  static decltype(Driver::cuMemFreeAsync) real_free;
+  static bool refuses;
+  real_free = table().cuMemFreeAsync;
+  refuses = true;
+  table().cuStreamQuery = [](CUstream) { return CUDA_ERROR_UNKNOWN; };
+  table().cuMemFreeAsync = [](CUdeviceptr p, CUstream stream) {
+    return refuses ? CUDA_ERROR_UNKNOWN : real_free(p, stream);
+  };
+  for (int i = 0; i < 5; ++i) EXPECT_EQ(Malloc(kMiB), 0u);
+  EXPECT_EQ(streams_made, 2);
+  table().cuStreamQuery = ask;
+  EXPECT_EQ(used(), 1 + 5 * kMiB) << "the driver would not have them back";
+  refuses = false;
+  runtime().relieve(0);
+  EXPECT_EQ(used(), 1u);
 }
 
 // ---- frees -------------------------------------------------------------------------------------------------------

@@ -102,6 +102,16 @@ TEST_F(CaptureGateTest, AnInvalidatedCaptureIsStillOpen) {
   EXPECT_TRUE(gate.capturing(driver, a));
 }
 
+TEST_F(CaptureGateTest, AStreamThatTheDriverSaysNothingOfMayBeCapturing) {
+  begin(a);
+  bool capturing = true;
+  EXPECT_EQ(gate.ask(driver, b, capturing), CUDA_ERROR_INVALID_HANDLE);
+  EXPECT_FALSE(capturing);
+  EXPECT_TRUE(gate.capturing(driver, b));
+  g_streams[b] = CU_STREAM_CAPTURE_STATUS_NONE;
+  EXPECT_FALSE(gate.capturing(driver, b));
+}
+
 TEST_F(CaptureGateTest, AnErrorIsNoProofThatACaptureIsOver) {
   begin(a);
   g_streams.clear();

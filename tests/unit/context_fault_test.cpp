@@ -124,6 +124,30 @@ int Workload() {
   return testing::Test::HasFailure() ? 1 : 0;
 }
 
+// A segment that the driver would not take back counts as held, is handed out to nobody, and goes back later.
+int KeepWhatIsRefused() {
+  const harness::Gpu gpu;
+  Core core;
+  const CUdeviceptr p = core.Malloc(kSegment);
+  CHECK_CU(0, core.Free(p));
+  const std::uint64_t held = core.held();
+  EXPECT_GE(held, kSegment);
+  EXPECT_EQ(core.context().relieve(0), held / kSegment - 1);
+  EXPECT_EQ(core.held(), kSegment);
+  EXPECT_EQ(core.context().unused(), 0u);
+  EXPECT_TRUE(core.valid());
+  EXPECT_EQ(core.context().relieve(0), 1u);
+  EXPECT_EQ(core.held(), 0u);
+  return testing::Test::HasFailure() ? 1 : 0;
+}
+
+TEST(ContextRefused, WhatTheDriverWillNotTakeBackStaysHeld) {
+  if (!harness::Driver::Emulated()) GTEST_SKIP() << "only the emulated driver fails on request";
+  const harness::ChildResult result =
+      harness::RunChild("refused", KeepWhatIsRefused, {{"EMU_FAIL", "cuMemFree_v2:1:999"}});
+  EXPECT_EQ(result.status, 0) << result.output;
+}
+
 class ContextFaultTest : public testing::TestWithParam<Fault> {};
 
 TEST_P(ContextFaultTest, NothingIsLostAndNoBlockIsInTwoHands) {
