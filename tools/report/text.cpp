@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
+#include <cmath>
 #include <cstring>
 
 #include "core/options.h"
@@ -235,7 +236,7 @@ class View {
     for (const Bucket& bucket : buckets) {
       std::string bar;
       const double share = static_cast<double>(bucket.count) / static_cast<double>(most);
-      for (int i = 0; i < static_cast<int>(share * 30 + 0.5); ++i) bar += "█";
+      for (long i = std::lround(share * 30); i > 0; --i) bar += "█";
       table.row({bucket_text(bucket, text), count_text(bucket.count), bar});
     }
     print(table);
