@@ -687,7 +687,7 @@ class Browser:
 
     def _framed(self, page, width):
         """A window is never as narrow as a phone: the page is shown in a frame."""
-        style = f"width:{width}px;height:2400px;border:0"
+        style = f"width:{width}px;height:1800px;border:0"
         return self.setting.write("framed.html", f'<body style="margin:0"><iframe src="{page.name}" style="{style}">')
 
     def probe(self, page, width, dark=False):
@@ -707,7 +707,7 @@ class Browser:
         path = self.pictures / f"{name}.png"
         path.unlink(missing_ok=True)
         target = page if width >= 500 else self._framed(page, width)
-        self._run(f"--window-size={max(width, 500)},2400", f"--screenshot={path}", target.as_uri(), dark=dark)
+        self._run(f"--window-size={max(width, 500)},1800", f"--screenshot={path}", target.as_uri(), dark=dark)
         return pixels(path)
 
 
@@ -757,7 +757,9 @@ def page_in_a_browser(setting):
     setting.text(FULL, "--html", page)
     wide = browser.probe(page, 1280)
     equal(wide["titles"], ["Memory over time", "Never freed, by call stack", "At the peak, by call stack",
-                           "Never freed", "Memory by device", "Sizes asked for", "Lifetimes", "Calls"], "sections")
+                           "Never freed", "Most allocations, by call stack",
+                           "Most temporary allocations, by call stack", "Memory by device", "Sizes asked for",
+                           "Lifetimes", "Calls"], "sections")
     share = 31 * 8388608 / live_bytes(full())
     check(abs(wide["step"] - share) < 0.002, f"frame `step`: {wide['step']} of the width, expected {share}")
     check(abs(wide["zoomed"] - 1) < 0.002 and not wide["aside"], f"zoomed in: {wide}")
@@ -777,7 +779,7 @@ def page_in_a_browser(setting):
     bright = browser.picture(page, "desktop", 1280)
     dark = browser.picture(page, "dark", 1280, dark=True)
     phone = browser.picture(page, "phone", 390)
-    equal((bright[:2], phone[:2]), ((1280, 2400), (500, 2400)), "sizes of the pictures")
+    equal((bright[:2], phone[:2]), ((1280, 1800), (500, 1800)), "sizes of the pictures")
     check(lightness(bright[2]) > 200 and lightness(dark[2]) < 70, f"{lightness(bright[2])}, dark {lightness(dark[2])}")
     for name, picture in (("desktop", bright), ("dark", dark), ("phone", phone)):
         check(len(picture[2]) > 200, f"{name}: {len(picture[2])} colours: nothing to see")
@@ -795,7 +797,8 @@ def pages_of_real_reports_and_ranks(setting):
     setting.text(setting.leaks("a.json"), setting.leaks("b.json"), FULL, "--html", page)
     found = browser.probe(page, 390)
     check(found["titles"][0] == "Reports" and found["overflow"] <= 0, found)
-    browser.picture(page, "ranks", 1280)
+    _, _, colours = browser.picture(page, "ranks", 1280)
+    check(len(colours) > 200, f"{len(colours)} colours: nothing to see")
 
 
 @case
@@ -828,7 +831,8 @@ def a_million_groups(setting):
     def limit():
         resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
 
-    for arguments, words in ((["--top", "3"], "Never freed: 1 000 000 blocks"), (["--format", "folded"], " 500000500000")):
+    for arguments, words in ((["--top", "3"], "Never freed: 1 000 000 blocks"),
+                             (["--format", "folded"], " 500000500000")):
         done = subprocess.run([str(setting.build / "cushion"), "report", str(path), *arguments], capture_output=True,
                               text=True, timeout=TIMEOUT_S, preexec_fn=limit)
         check(words in done.stdout, done.stderr or done.stdout[-300:])

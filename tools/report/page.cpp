@@ -84,6 +84,10 @@ class Page {
     if (live.any_stack) flame("Never freed, by call stack", live);
     flame("At the peak, by call stack", peak_samples(reports_));
     leaks();
+    for (const Report& report : reports_) {
+      top("Most allocations, by call stack", report, report.top_stacks.by_count);
+      top("Most temporary allocations, by call stack", report, report.top_stacks.temporary);
+    }
     devices();
     histograms();
     calls();
@@ -259,6 +263,22 @@ class Page {
     close();
   }
 
+  void top(std::string_view title, const Report& report, const std::vector<StackUse>& uses) {
+    if (uses.empty()) return;
+    open(reports_.size() > 1 ? fmt::format("{}: {}", title, label_of(report)) : std::string(title));
+    table({{"bytes", true}, {"blocks", true}});
+    for (std::size_t i = 0; i < uses.size() && i < rows_; ++i) {
+      put("<tbody><tr>");
+      number(uses[i].bytes, bytes_text(uses[i].bytes));
+      number(uses[i].count, count_text(uses[i].count));
+      put("</tr>");
+      stack(&report.stacks[uses[i].stack], 2);
+      put("</tbody>\n");
+    }
+    end_table();
+    close();
+  }
+
   void stack(const Stack* stack, std::size_t columns) {
     if (stack == nullptr || stack->empty()) return;
     put("<tr><td class=\"w\" colspan=\"{}\"><details><summary>{}</summary><ol>", columns, html(chain_text(*stack)));
@@ -269,21 +289,20 @@ class Page {
 
   void devices() {
     open("Memory by device");
-    std::vector<Heading> headings{{"device"},           {"requested", true},   {"peak", true},
-                                  {"handed out", true}, {"peak", true},        {"held", true},
-                                  {"peak", true},       {"from driver", true}, {"peak", true}};
+    std::vector<Heading> headings{{"device"}, {"bytes"}, {"at exit", true}, {"peak", true}};
     if (reports_.size() > 1) headings.insert(headings.begin(), {"report"});
     table(headings);
     for (const Report& report : reports_) {
       for (const DeviceUse& device : report.devices) {
-        put("<tbody><tr>");
-        if (reports_.size() > 1) text(label_of(report));
-        text(std::to_string(device.device));
-        for (const Figure& figure : {device.requested, device.handed_out, device.held, device.forwarded}) {
-          number(figure.current, bytes_text(figure.current));
-          number(figure.peak, bytes_text(figure.peak));
+        for (const FigureRow& row : kFigures) {
+          put("<tbody><tr>");
+          if (reports_.size() > 1) text(label_of(report));
+          text(std::to_string(device.device));
+          text(row.text);
+          number((device.*row.figure).current, bytes_text((device.*row.figure).current));
+          number((device.*row.figure).peak, bytes_text((device.*row.figure).peak));
+          put("</tr></tbody>\n");
         }
-        put("</tr></tbody>\n");
       }
     }
     end_table();

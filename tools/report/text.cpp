@@ -21,14 +21,6 @@ namespace {
 
 using Column = Table::Column;
 
-struct FigureRow {
-  const char* text;
-  Figure DeviceUse::*figure;
-};
-constexpr std::array<FigureRow, 4> kFigures{{{"requested by the program", &DeviceUse::requested},
-                                             {"handed out for it", &DeviceUse::handed_out},
-                                             {"held from the driver", &DeviceUse::held},
-                                             {"served by the driver", &DeviceUse::forwarded}}};
 constexpr std::size_t kFrames = 12;  // of a stack
 
 class View {

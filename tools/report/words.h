@@ -3,6 +3,7 @@
 // Invariant: nothing that a file says reaches the reader's terminal as a control character.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -10,6 +11,16 @@
 #include "tools/report/report_file.h"
 
 namespace cushion {
+
+// A device's figures and how they are called.
+struct FigureRow {
+  const char* text;
+  Figure DeviceUse::*figure;
+};
+inline constexpr std::array<FigureRow, 4> kFigures{{{"requested by the program", &DeviceUse::requested},
+                                                    {"handed out for it", &DeviceUse::handed_out},
+                                                    {"held from the driver", &DeviceUse::held},
+                                                    {"served by the driver", &DeviceUse::forwarded}}};
 
 std::string bytes_text(std::uint64_t bytes);                                                             // "1.50 MiB"
 std::string change_text(std::uint64_t before, std::uint64_t after, std::string (*text)(std::uint64_t));  // "+1.50 MiB"
