@@ -266,13 +266,15 @@ class Page {
   void top(std::string_view title, const Report& report, const std::vector<StackUse>& uses) {
     if (uses.empty()) return;
     open(reports_.size() > 1 ? fmt::format("{}: {}", title, label_of(report)) : std::string(title));
-    table({{"bytes", true}, {"blocks", true}});
+    table({{"bytes", true}, {"blocks", true}, {"a block", true}});
     for (std::size_t i = 0; i < uses.size() && i < rows_; ++i) {
       put("<tbody><tr>");
       number(uses[i].bytes, bytes_text(uses[i].bytes));
       number(uses[i].count, count_text(uses[i].count));
+      const std::uint64_t each = uses[i].bytes / std::max<std::uint64_t>(uses[i].count, 1);
+      number(each, bytes_text(each));
       put("</tr>");
-      stack(&report.stacks[uses[i].stack], 2);
+      stack(&report.stacks[uses[i].stack], 3);
       put("</tbody>\n");
     }
     end_table();
