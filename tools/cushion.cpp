@@ -1,7 +1,7 @@
 // cushion: the launcher. `run` starts a program under Cushion, `ctl` asks one that runs, `top` shows all of them,
-// `options` prints the table, `doctor` says whether preloading takes effect. Exit status: with `run` the program's own;
-// else 0, or 1 if what was asked for was not done; 2 for a usage error or a bad option; 126 and 127 as a shell's for a
-// program that cannot be executed or found.
+// `options` prints the table, `doctor` says whether preloading takes effect, `report` shows what it wrote. Exit status:
+// with `run` the program's own; else 0, or 1 if what was asked for was not done; 2 for a usage error, a bad option or a
+// file that is no report; 126 and 127 as a shell's for a program that cannot be executed or found.
 #include <fmt/core.h>
 #include <stdlib.h>
 
@@ -18,6 +18,7 @@
 #include "tools/control.h"
 #include "tools/doctor.h"
 #include "tools/launch.h"
+#include "tools/report/command.h"
 #include "tools/top.h"
 
 extern char** environ;
@@ -117,6 +118,29 @@ void print_markdown() {
   }
 }
 
+CLI::App* add_report_command(CLI::App& app, ReportRequest& request) {
+  CLI::App* const command = app.add_subcommand("report", "Show reports, the JSON of CUSHION_REPORT");
+  command->add_option("FILE", request.files, "Reports; several are shown as the ranks of one job")->required();
+  CLI::Option* const top = command->add_option("--top", request.top, "Rows of each list (default: 20, of a page 1000)")
+                               ->check(CLI::Range(1, 1'000'000'000))
+                               ->type_name("N");
+  CLI::Option* const diff = command->add_flag("--diff", request.difference, "What grew and what is new from A to B");
+  CLI::Option* const html =
+      command->add_option("--html", request.html, "Write a page for a browser")->type_name("OUT")->excludes(diff);
+  CLI::Option* const format = command->add_option("--format", request.format, "Write another tool's format")
+                                  ->check(CLI::IsMember(report_formats()))
+                                  ->excludes(diff)
+                                  ->excludes(html)
+                                  ->excludes(top);
+  command->add_option("-o", request.output, "Where --format writes to (default: stdout)")
+      ->type_name("OUT")
+      ->needs(format);
+  command->final_callback([&request] {
+    if (request.difference && request.files.size() != 2) throw CLI::ValidationError("--diff", "takes two FILEs");
+  });
+  return command;
+}
+
 int main_of(int argc, char** argv) {
   CLI::App app("Serves the GPU memory of an unmodified CUDA program from an in-process pool.", "cushion");
   app.set_version_flag("--version", "cushion " CUSHION_VERSION);
@@ -169,6 +193,9 @@ int main_of(int argc, char** argv) {
   top_command->add_flag("--once", settings.once, "Look once (for half a second, so that rates are known), and end");
   top_command->add_flag("--json", settings.json, "The same, as a line of JSON for each process");
 
+  ReportRequest request;
+  const CLI::App* const report_command = add_report_command(app, request);
+
   // What follows the first `--` is the program's; without one, the program is the first word that is no flag.
   const std::vector<std::string> words(argv + 1, argv + argc);
   const bool runs = !words.empty() && words.front() == "run";
@@ -188,6 +215,7 @@ int main_of(int argc, char** argv) {
   if (*ctl_report_command) return ctl_report(pid, argument);
   if (*ctl_show_command) return ctl_show(pid, json);
   if (*top_command) return top(settings);
+  if (*report_command) return show_reports(request);
   if (*doctor_command) return diagnose(program, library);
   if (markdown) {
     print_markdown();

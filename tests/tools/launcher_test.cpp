@@ -231,7 +231,7 @@ TEST_F(Doctor, OptionsThatLeaveTheProgramOutAreNamed) {
   EXPECT_EQ(shell("CUSHION_DISABLE=1 " + rest).status, 1);
   EXPECT_EQ(shell("CUSHION_PROGRAMS=other " + rest).status, 1);
   EXPECT_EQ(shell("CUSHION_PROGRAMS=plain " + rest).status, 0);
-  EXPECT_THAT(shell("CUSHION_FREE=x " + rest).text, HasSubstr("use sync or deferred"));
+  EXPECT_THAT(shell("CUSHION_FREE=x " + rest).text, HasSubstr("use sync, deferred or auto"));
 }
 
 }  // namespace

@@ -1,0 +1,866 @@
+#!/usr/bin/env python3
+"""Tests of `cushion report` over real reports (programs under the preload, emulated driver) and over samples/.
+
+    run.py BUILD_DIR CASE...     runs the named cases (all without a name)
+    run.py --list                prints the cases' names, one a line
+
+Exit code 77 means skipped, as ctest understands it: a case that needs a checker of somebody else's (jsonschema,
+protobuf or Go for profiles, Chromium) says so where it is not there.
+"""
+
+import argparse
+import collections
+import gzip
+import html
+import json
+import os
+import pty
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import zlib
+from pathlib import Path
+
+SKIPPED = 77
+TIMEOUT_S = 60
+HERE = Path(__file__).resolve().parent
+SCHEMA = HERE.parent.parent / "tools" / "report.schema.json"
+FULL = HERE / "samples" / "full.json"  # a report with every optional section
+
+
+class Skip(Exception):
+    """This case cannot be run here; the text says why."""
+
+
+def check(condition, message):
+    if not condition:
+        raise AssertionError(message)
+
+
+def equal(found, expected, what):
+    check(found == expected, f"{what}: {found!r}, expected {expected!r}")
+
+
+class Setting:
+    """Where the build is, and an empty folder for this case's files."""
+
+    def __init__(self, build, scratch):
+        self.build = build
+        self.scratch = scratch
+
+    def cushion(self, *arguments, code=0, **environment):
+        """`cushion report`: stdout as bytes, and stderr; fails if it exits otherwise."""
+        command = [str(self.build / "cushion"), "report", *map(str, arguments)]
+        done = subprocess.run(command, env={**os.environ, **environment}, cwd=self.scratch, capture_output=True,
+                              stdin=subprocess.DEVNULL, timeout=TIMEOUT_S)
+        err = done.stderr.decode()
+        equal(done.returncode, code, f"exit code of {command}; it said {err!r}")
+        return done.stdout, err
+
+    def text(self, *arguments, **options):
+        out, err = self.cushion(*arguments, **options)
+        equal(err, "", "stderr")
+        return out.decode()
+
+    def real(self, name, *command, **options):
+        """The report that a program of this build writes at exit."""
+        path = self.scratch / name
+        env = {"PATH": os.environ.get("PATH", ""), "LD_LIBRARY_PATH": str(self.build / "emulator"),
+               "LD_PRELOAD": str(self.build / "libcushion.so"), "CUSHION_REPORT": str(path), "CUSHION_TRACK": "on",
+               "ASAN_OPTIONS": "verify_asan_link_order=0:detect_leaks=0", **options}
+        program = [str(self.build / "tests" / command[0]), *command[1:]]
+        subprocess.run(program, env=env, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                       timeout=TIMEOUT_S)
+        return path
+
+    def leaks(self, name="leaks.json", more=4, **options):
+        return self.real(name, "report/leaks", str(more), **options)
+
+    def write(self, name, value):
+        path = self.scratch / name
+        path.write_text(value if isinstance(value, str) else json.dumps(value))
+        return path
+
+
+def full():
+    return json.loads(FULL.read_text())
+
+
+def live_bytes(report):
+    return sum(group["size"] * group["count"] for group in report["live"])
+
+
+def refused(setting, path, *words):
+    """Exit code 2, nothing on stdout, and one line that names the file and holds these words."""
+    out, err = setting.cushion(path, code=2)
+    equal(out, b"", "stdout")
+    check(err.startswith(f"cushion: {path}:") and err.count("\n") == 1, f"not one line about {path}: {err!r}")
+    for word in words:
+        check(word in err, f"no {word!r} in {err!r}")
+    return err
+
+
+CASES = {}
+
+
+def case(function):
+    CASES[function.__name__] = function
+    return function
+
+
+# --- the schema -------------------------------------------------------------------------------------------
+
+def validator(strict=False):
+    try:
+        import jsonschema
+    except ImportError as error:
+        raise Skip("no jsonschema (Debian: python3-jsonschema, PyPI: jsonschema)") from error
+    if not hasattr(jsonschema, "Draft202012Validator"):
+        raise Skip("this jsonschema knows no draft 2020-12 (4.0 and later do)")
+    schema = json.loads(SCHEMA.read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+
+    def close(node):
+        for value in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+            close(value)
+        if isinstance(node, dict) and node.get("type") == "object":
+            node.setdefault("additionalProperties", False)
+
+    if strict:
+        close(schema)
+    return jsonschema.Draft202012Validator(schema)
+
+
+def errors(schema, report):
+    return [f"/{'/'.join(map(str, e.absolute_path))}: {e.message}" for e in schema.iter_errors(report)]
+
+
+@case
+def schema_describes_real_reports(setting):
+    """All that programs' reports hold is in the schema, to the last field."""
+    schema = validator(strict=True)
+    for path in (setting.leaks("tracked.json"), setting.leaks("untracked.json", CUSHION_TRACK="off"),
+                 setting.leaks("auto.json", CUSHION_FREE="auto"), setting.leaks("cuda.json", CUSHION_ALLOCATOR="cuda"),
+                 setting.real("demo.json", "driver_demo", "5"), FULL):
+        report = json.loads(path.read_text())
+        equal(errors(schema, report), [], f"{path.name} against the schema")
+    equal(len(json.loads((setting.scratch / "tracked.json").read_text())["live"]), 4, "groups of live blocks")
+
+
+def changed(*path, to=None, remove=False):
+    report = full()
+    node = report
+    for step in path[:-1]:
+        node = node[step]
+    if remove:
+        del node[path[-1]]
+    else:
+        node[path[-1]] = to
+    return report, "/" + "/".join(map(str, path))
+
+
+@case
+def schema_and_reader_refuse_the_same(setting):
+    """What the schema calls wrong the reader refuses, naming the value; and both take the sample as it is."""
+    schema = validator()
+    equal(errors(schema, full()), [], "the sample against the schema")
+    setting.text(FULL)
+    wrong = [changed("schema", to="another-report"), changed("schema", remove=True), changed("version", to="1"),
+             changed("version", to=0), changed("version", remove=True), changed("program", to=[]),
+             changed("program", "pid", to=-1), changed("program", "name", to=None), changed("program", "rank", to="0"),
+             changed("options", "TRACK", to=True), changed("devices", to={}), changed("devices", 0, "held", to=5),
+             changed("devices", 0, "held", "peak", to="5"), changed("devices", 0, "device", to=1.5),
+             changed("calls", "served", remove=True), changed("calls", "by_function", "cuMemAlloc", "served", to=-5),
+             changed("driver", "seconds", to="soon"), changed("waits", remove=True),
+             changed("live_complete", to="yes"), changed("live", to=None), changed("live", to={}),
+             changed("live", 3, "size", to="big"), changed("live", 4, "count", to=-2),
+             changed("live", 0, "stack", to="0"), changed("live", 2, "stream", to=7), changed("stacks", to=3),
+             changed("stacks", 1, to=3),
+             changed("stacks", 1, 0, "line", to=-3), changed("timeline", 7, "live", remove=True),
+             changed("timeline", 3, to=[0, 1, 2]), changed("size_histogram", 0, "from", to="0"),
+             changed("lifetime_histogram", 1, "count", remove=True), changed("top_stacks", to=[]),
+             changed("top_stacks", "at_peak", 0, "bytes", to=-1)]
+    for report, path in wrong:
+        check(errors(schema, report), f"the schema takes a wrong {path}")
+        refused(setting, setting.write("wrong.json", report), f": {path}: ")
+    # What a schema cannot say: a stack that is named exists.
+    for path in (("live", 0, "stack"), ("top_stacks", "by_count", 1, "stack")):
+        report, name = changed(*path, to=len(full()["stacks"]))
+        refused(setting, setting.write("wrong.json", report), f": {name}: there is no stack 5: the file has 5")
+
+
+# --- damaged files ----------------------------------------------------------------------------------------
+
+@case
+def truncated_at_every_place(setting):
+    text = FULL.read_bytes()
+    path = setting.scratch / "cut.json"
+    for size in [*range(0, len(text) - 2, 997), *range(len(text) - 12, len(text) - 2)]:
+        path.write_bytes(text[:size])
+        if size == 0:
+            refused(setting, path, f"{path}:1:1: the file is empty")
+            continue
+        line = text[:size].count(b"\n") + 1
+        found = refused(setting, path)
+        # A cut word, number or escape is no JSON by itself: that may be what is said.
+        within = re.search(rb"(\\\w*|\b[a-z]+|[-+.e])$", text[:size])
+        check("the file is cut off" in found or (within and "invalid " in found), f"cut after {size} bytes: {found!r}")
+        check(found.startswith(f"cushion: {path}:{line}:"), f"cut after {size} bytes, in line {line}: {found!r}")
+    path.write_bytes(text[:-2])  # without the last brace
+    refused(setting, path, "the file is cut off")
+
+
+@case
+def damage_is_named_by_line_and_column(setting):
+    def damaged(content, place, *words):
+        path = setting.scratch / "damaged.json"
+        path.write_bytes(content)
+        refused(setting, path, f"{path}:{place}: ", *words)
+
+    damaged(b'{"schema": "cushion-report",\n "version": oops}', "2:13")
+    damaged(b'{"schema": "cushion-report",\n "version": 1,,}', "2:15")
+    damaged(b'{"a": 1e999}', "1:11", "1e999")
+    damaged(b'{"a": "\xff"}', "1:8", "UTF-8")
+    damaged(b'{"a": "\x1b[31m"}', "1:8")
+    damaged(b"\x7fELF\x02\x01\x01\x00", "1:1")
+    damaged(b"{}{}", "1:3")
+    nested = setting.scratch / "nested.json"
+    nested.write_text("[" * 1_000_000)
+    refused(setting, nested, f"{nested}:1:1000001: the file is cut off")
+
+
+@case
+def files_that_are_no_reports(setting):
+    refused(setting, setting.write("list.json", [1, 2]), "no Cushion report")
+    refused(setting, setting.write("other.json", {"schema": "other", "version": 1}), "/schema: no Cushion report")
+    refused(setting, setting.write("bench.json", {"benchmarks": []}), "/schema: no Cushion report")
+    refused(setting, setting.scratch, "directory")
+    refused(setting, setting.scratch / "missing.json", "No such file")
+    err = refused(setting, setting.write("new.json", {**full(), "version": 2, "live": [{"other": "form"}]}),
+                  "/version: a report of version 2; this cushion reads up to 1")
+    check("/live" not in err, f"complains of what a newer version may hold: {err!r}")
+    # Every bad file is named, and the good one is not shown without them.
+    out, err = setting.cushion(FULL, "missing-1", "missing-2", code=2)
+    equal((out, err.count("\n")), (b"", 2), "stdout and lines on stderr")
+
+
+@case
+def fields_of_later_versions_are_passed_over(setting):
+    report = full()
+    plain_text = setting.text(setting.write("a.json", report))
+    report["colour"] = {"deep": [1, {"live": [{}]}]}
+    report["live"][0]["mood"] = [{}]
+    report["calls"]["hits"] = {"ratio": 0.5}
+    equal(setting.text(setting.write("a.json", report)), plain_text, "text with unknown fields")
+
+
+@case
+def nothing_of_a_file_reaches_the_terminal_raw(setting):
+    report = full()
+    evil = "\x1b]0;owned\x07\x9b31m\r\n<script>alert(1)</script>\"'&"
+    report["program"].update(name=evil, command=evil, host=evil, end=evil)
+    report["options"]["TRACK"] = evil
+    report["live"][0].update(api=evil, stream=evil)
+    report["stacks"][0][0].update(function=evil, file=evil)
+    report["stacks"][1][0] = {"module": evil, "offset": 1}
+    report["calls"]["by_function"] = {evil: {"served": 1, "forwarded": 0}}
+    path = setting.write("evil.json", report)
+    for arguments in ([path], [path, FULL], ["--diff", path, FULL]):
+        raw = sorted({c for c in setting.text(*arguments) if (ord(c) < 32 and c != "\n") or 127 <= ord(c) < 160})
+        equal(raw, [], f"control characters in the text of {arguments}")
+    setting.text(path, "--html", "evil.html")
+    page = (setting.scratch / "evil.html").read_text()
+    equal(page.count("<script>"), 1, "scripts in the page: its own")
+    check("alert(1)&lt;/script&gt;" in page, "the name is not in the page")
+    for form in ("folded", "speedscope", "pprof", "perfetto", "memory-viz"):
+        setting.cushion(path, "--format", form)
+
+
+@case
+def figures_that_do_not_fit_stay_at_the_highest(setting):
+    report = full()
+    most = 2**64 - 1
+    report["live"][0].update(size=most, count=most)
+    report["devices"] *= 2
+    report["devices"][0]["held"]["peak"] = most
+    report["top_stacks"]["at_peak"][0]["bytes"] = most
+    path = setting.write("large.json", report)
+    text = setting.text(path, path)
+    check("16.00 EiB" in text, text)
+    for form in ("folded", "speedscope", "pprof", "memory-viz"):
+        setting.cushion(path, "--format", form)
+    setting.text(path, "--html", "large.html")
+
+
+# --- text -------------------------------------------------------------------------------------------------
+
+@case
+def text_of_a_real_report(setting):
+    path = setting.leaks()
+    report = json.loads(path.read_text())
+    text = setting.text(path)
+    check(text.startswith(f"leaks (pid {report['program']['pid']} on "), text)
+    for line in ("  options  REPORT=", "213 by Cushion, 0 passed to the driver (100.0 % served)",
+                 "200  frees of the pool's blocks", "requested by the program   14.55 MiB  191.69 MiB",
+                 "Never freed: 13 blocks, 14.55 MiB\n"):
+        check(line in text, f"no {line!r} in\n{text}")
+    rows = [line.split()[:6] for line in text[text.index("Never freed"):].splitlines()[2:]]
+    equal(rows, [["14.31", "MiB", "5", "2.86", "MiB", "cuMemAlloc"],
+                 ["205.08", "KiB", "3", "68.36", "KiB", "cuMemAllocAsync"],
+                 ["48.22", "KiB", "4", "12.06", "KiB", "cuMemAlloc"],
+                 ["1000", "B", "1", "1000", "B", "cuMemAllocAsync"]], "rows of what was never freed")
+    for section in ("Sizes asked for", "Lifetimes", "by call stack"):
+        check(section not in text, f"{section!r} of a report that has none")
+    top = setting.text(path, "--top", "1")
+    check("2.86 MiB  cuMemAlloc " in top and "68.36" not in top and "and 3 more (--top 4 shows all)" in top, top)
+    check("Never freed: nothing" in setting.text(setting.real("demo.json", "driver_demo", "2")), "no word of no leak")
+
+
+@case
+def text_of_every_section(setting):
+    text = setting.text(FULL)
+    for line in ("train.py (pid 4711 on node07) ended by exit after 41.25 s",
+                 "     2.00 MiB to 8.00 MiB  5 100  " + "█" * 30,
+                 "        8.00 GiB and more      2", "below 10.0 µs    120  █", "Most bytes at the peak, by call stack",
+                 "      forward  /home/someone/projects/language-model/model/attention.py:77",
+                 "libcublasLt.so.13+0x51f2c0", "Never freed: 72 blocks, 1.43 GiB"):
+        check(line in text, f"no {line!r} in\n{text}")
+    report = full()
+    report["live_complete"] = False
+    check("Never freed: known in part only" in setting.text(setting.write("part.json", report)), "no word of the part")
+
+
+def on_terminal(setting, columns, *arguments, code=0, **environment):
+    """What `cushion report` prints to a terminal of so many columns."""
+    import fcntl
+    import termios
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    env = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS")}
+    process = subprocess.Popen([str(setting.build / "cushion"), "report", *map(str, arguments)], stdout=follower,
+                               stdin=subprocess.DEVNULL, cwd=setting.scratch,
+                               env={**env, "TERM": "xterm", **environment})
+    os.close(follower)
+    out = b""
+    try:
+        while part := os.read(leader, 65536):
+            out += part
+    except OSError:  # the other end is closed
+        pass
+    os.close(leader)
+    equal(process.wait(TIMEOUT_S), code, "exit code")
+    return out.decode().replace("\r\n", "\n")
+
+
+@case
+def terminal_has_colour_and_short_lines(setting):
+    text = on_terminal(setting, 80, FULL)
+    check("\x1b[1;31mNever freed" in text, "no colour")
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
+    equal([line for line in lines if len(line) > 80], [], "lines wider than the terminal")
+    narrow = [line for line in on_terminal(setting, 60, FULL, NO_COLOR="1").splitlines() if ".py:" in line]
+    equal([line for line in narrow if len(line) > 60], [], "paths wider than a narrow terminal")
+    check(any("…" in line and line.endswith("attention.py:77") for line in narrow), "a path lost its end")
+    check("\x1b" not in on_terminal(setting, 80, FULL, NO_COLOR="1"), "colour with NO_COLOR")
+    check("\x1b" in on_terminal(setting, 80, FULL, NO_COLOR=""), "no colour with an empty NO_COLOR")
+    check("\x1b" not in on_terminal(setting, 80, FULL, TERM="dumb"), "colour on a dumb terminal")
+    long = setting.write("a-name-that-is-longer-than-any-terminal-has-room-for-" * 2 + ".json", full() | {"program": {
+        **{k: v for k, v in full()["program"].items() if k != "rank"}}})
+    wide = on_terminal(setting, 120, long, long, NO_COLOR="1").splitlines()
+    equal([line for line in wide if len(line) > 120], [], "lines of two reports wider than the terminal")
+    for form in ("pprof", "memory-viz"):
+        equal(on_terminal(setting, 80, FULL, "--format", form, code=1), "", "binary output")
+    check("\x1b" not in setting.text(FULL) and "…" not in setting.text(FULL), "shortened where it is no terminal")
+
+
+@case
+def ranks_are_merged(setting):
+    paths = []
+    for rank in (3, 0, 1):
+        report = full()
+        report["program"]["rank"] = rank
+        if rank == 1:  # one group more, one less
+            report["live"][0]["size"] += 1
+        paths.append(setting.write(f"r{rank}.json", report))
+    text = setting.text(*paths)
+    rows = [line.split() for line in text.splitlines() if " rank " in line]
+    equal([row[:3] for row in rows], [["0", "rank", "0"], ["1", "rank", "1"], ["2", "rank", "3"]], "order of the ranks")
+    report = full()
+    total = 3 * live_bytes(report) + report["live"][0]["count"]
+    summed = next(line for line in text.splitlines() if "peaks added" in line)
+    check(summed.split()[-2:] == f"{total / 2**30:.2f} GiB".split(), summed)
+    check(f"{3 * report['calls']['served']}" in summed, summed)
+    check("Never freed: 216 blocks" in text, text)
+    check(re.search(r"1\.50 GiB +24 +64\.00 MiB +cuMemAlloc +0,2\n", text), text)
+    check(re.search(r"1\.12 GiB +72 +16\.00 MiB +cuMemAlloc +0-2\n", text), text)
+    two = setting.text(setting.leaks("a.json", 0), setting.leaks("b.json", 4))
+    check(re.search(r"48\.22 KiB +4 +12\.06 KiB +cuMemAlloc +1\n", two), two)
+    check(re.search(r"0 +a\.json .*\n +1 +b\.json", two), two)
+
+
+@case
+def difference_of_two(setting):
+    text = setting.text("--diff", setting.leaks("a.json", 2), setting.leaks("b.json", 5))
+    check(re.search(r"grew +\+36\.17 KiB +2 +5 +12\.06 KiB +cuMemAlloc\n", text), text)
+    equal(len(re.findall(r"^  (grew|new|gone|shrank)", text, re.M)), 1, "changes")
+    check(re.search(r"calls served +211 +214 +\+3\n", text), text)
+    before, after = full(), full()
+    after["live"][0]["stack"] = 2  # the same blocks from elsewhere: gone here, new there
+    after["live"][1]["count"] -= 4
+    after["live"][2].update(device=1, stream="99")  # where it ran is no difference
+    text = setting.text("--diff", setting.write("c.json", before), setting.write("d.json", after))
+    changes = re.findall(r"^  (grew|new|gone|shrank) +(\S+) ", text, re.M)
+    equal(changes, [("new", "+768.00"), ("gone", "-768.00"), ("shrank", "-64.00")], "changes")
+    check("Never freed: the same in both" in setting.text("--diff", FULL, FULL), "a difference to itself")
+    for wrong in (["--diff", FULL], ["--diff", FULL, FULL, FULL], ["--diff", FULL, FULL, "--format", "folded"],
+                  [FULL, "--format", "svg"], [FULL, "-o", "x"], [FULL, "--top", "0"], []):
+        _, err = setting.cushion(*wrong, code=2)
+        check(err, f"no word about {wrong}")
+
+
+@case
+def output_that_cannot_be_written(setting):
+    for arguments in (["--html", "missing/page.html"], ["--format", "folded", "-o", "missing/out"]):
+        _, err = setting.cushion(FULL, *arguments, code=1)
+        check("missing/" in err and "No such file" in err and err.count("\n") == 1, err)
+    if os.path.exists("/dev/full"):
+        _, err = setting.cushion(FULL, "--html", "/dev/full", code=1)
+        check("No space left" in err, err)
+
+
+# --- exports ----------------------------------------------------------------------------------------------
+
+@case
+def folded_holds_every_byte(setting):
+    setting.text(FULL, "--format", "folded", "-o", "full.folded")
+    lines = (setting.scratch / "full.folded").read_text().splitlines()
+    stacks = {tuple(frames.split(";")): int(value) for frames, value in (line.rsplit(" ", 1) for line in lines)}
+    equal(sum(stacks.values()), live_bytes(full()), "bytes in all")
+    loader = ("<module>", "train_one_epoch", "load_batch & <shuffle>", "cuMemAlloc")
+    equal(stacks[loader], 3 << 20, "bytes of one stack")
+    out, err = setting.cushion(setting.leaks(), "--format", "folded")
+    equal(sorted(out.decode().splitlines()),
+          ["leaks;cuMemAlloc;12.06 KiB 49380", "leaks;cuMemAlloc;2.86 MiB 15000000",
+           "leaks;cuMemAllocAsync;1000 B 1000", "leaks;cuMemAllocAsync;68.36 KiB 210000"],
+          "stacks of a report without any")
+    check("no call stacks" in err and err.count("\n") == 1, err)
+    out, _ = setting.cushion(FULL, FULL, "--format", "folded")
+    total = sum(int(line.rsplit(b" ", 1)[1]) for line in out.splitlines())
+    equal(total, 2 * live_bytes(full()), "bytes of two reports")
+
+
+@case
+def speedscope_holds_every_byte(setting):
+    """Against what speedscope's importer relies on: github.com/jlfwong/speedscope, file-format-spec."""
+    out, err = setting.cushion(FULL, "--format", "speedscope")
+    equal(err, "", "stderr")
+    file = json.loads(out)
+    equal(file["$schema"], "https://www.speedscope.app/file-format-schema.json", "$schema")
+    frames = file["shared"]["frames"]
+    check(all(set(f) <= {"name", "file", "line", "col"} and f["name"] for f in frames), f"frames: {frames}")
+    equal(len({json.dumps(f) for f in frames}), len(frames), "frames that differ")
+    check({"name": "step", "file": "/home/someone/projects/language-model/optim/adam.py", "line": 58} in frames, frames)
+    equal([p["name"] for p in file["profiles"]], ["never freed", "at the peak"], "profiles")
+    for profile, total in zip(file["profiles"], (live_bytes(full()), sum(
+            use["bytes"] for use in full()["top_stacks"]["at_peak"]))):
+        equal((profile["type"], profile["unit"], profile["startValue"]), ("sampled", "bytes", 0), "kind of profile")
+        equal(len(profile["samples"]), len(profile["weights"]), "samples and weights")
+        equal((sum(profile["weights"]), profile["endValue"]), (total, total), "bytes")
+        check(all(0 <= i < len(frames) for stack in profile["samples"] for i in stack), "a frame that does not exist")
+        # Outermost frame first.
+        equal({frames[stack[0]]["name"] for stack in profile["samples"]}, {"<module>"}, "outermost frames")
+
+
+# profile.proto (github.com/google/pprof), field numbers and kinds: s strings, i int64, u uint64, b bool; R repeated.
+PROFILE = {
+    "ValueType": [("type", 1, "i"), ("unit", 2, "i")],
+    "Sample": [("location_id", 1, "Ru"), ("value", 2, "Ri")],
+    "Mapping": [("id", 1, "u"), ("filename", 5, "i"), ("has_functions", 7, "b")],
+    "Line": [("function_id", 1, "u"), ("line", 2, "i")],
+    "Location": [("id", 1, "u"), ("mapping_id", 2, "u"), ("address", 3, "u"), ("line", 4, "RLine")],
+    "Function": [("id", 1, "u"), ("name", 2, "i"), ("system_name", 3, "i"), ("filename", 4, "i")],
+    "Profile": [("sample_type", 1, "RValueType"), ("sample", 2, "RSample"), ("mapping", 3, "RMapping"),
+                ("location", 4, "RLocation"), ("function", 5, "RFunction"), ("string_table", 6, "Rs"),
+                ("time_nanos", 9, "i"), ("duration_nanos", 10, "i"), ("period_type", 11, "ValueType"),
+                ("period", 12, "i"), ("default_sample_type", 14, "i")],
+}
+
+
+def profile_message():
+    """The message class of profile.proto, made by protobuf's own library."""
+    try:
+        from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+    except ImportError as error:
+        raise Skip("no protobuf for Python (Debian: python3-protobuf, PyPI: protobuf)") from error
+    file = descriptor_pb2.FileDescriptorProto(name="profile.proto", package="p", syntax="proto3")
+    kinds = descriptor_pb2.FieldDescriptorProto
+    scalars = {"s": kinds.TYPE_STRING, "i": kinds.TYPE_INT64, "u": kinds.TYPE_UINT64, "b": kinds.TYPE_BOOL}
+    for name, fields in PROFILE.items():
+        message = file.message_type.add(name=name)
+        for field, number, kind in fields:
+            bare = kind[1:] if kind[0] == "R" else kind
+            added = message.field.add(name=field, number=number, type=scalars.get(bare, kinds.TYPE_MESSAGE),
+                                      label=kinds.LABEL_REPEATED if kind[0] == "R" else kinds.LABEL_OPTIONAL)
+            if bare not in scalars:
+                added.type_name = f".p.{bare}"
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    descriptor = pool.FindMessageTypeByName("p.Profile")
+    if hasattr(message_factory, "GetMessageClass"):
+        return message_factory.GetMessageClass(descriptor)()
+    return message_factory.MessageFactory(pool).GetPrototype(descriptor)()
+
+
+@case
+def pprof_is_read_by_protobuf(setting):
+    profile = profile_message()
+    out, err = setting.cushion(FULL, "--format", "pprof")
+    equal(err, "", "stderr")
+    profile.ParseFromString(gzip.decompress(out))
+    strings = list(profile.string_table)
+    equal(strings[0], "", "the first string")
+    equal([(strings[t.type], strings[t.unit]) for t in profile.sample_type],
+          [("inuse_objects", "count"), ("inuse_space", "bytes")], "values of a sample")
+    equal(strings[profile.default_sample_type], "inuse_space", "what is shown first")
+    report = full()
+    equal(sum(s.value[0] for s in profile.sample), sum(g["count"] for g in report["live"]), "blocks")
+    equal(sum(s.value[1] for s in profile.sample), live_bytes(report), "bytes")
+    functions = {f.id: f for f in profile.function}
+    locations = {location.id: location for location in profile.location}
+    equal((len(functions), len(locations)), (len(profile.function), len(profile.location)), "ids that differ")
+    mappings = {m.id: strings[m.filename] for m in profile.mapping}
+
+    def frame(number):
+        line = locations[number].line[0]
+        return strings[functions[line.function_id].name], strings[functions[line.function_id].filename], line.line
+
+    adam = next(s for s in profile.sample if s.value[1] == 31 * 8388608)
+    equal([frame(i)[0] for i in adam.location_id][0], "cuMemAllocAsync", "the innermost frame, first")
+    equal(frame(adam.location_id[2]), ("step", "/home/someone/projects/language-model/optim/adam.py", 58), "a frame")
+    equal(mappings[locations[adam.location_id[1]].mapping_id], report["stacks"][2][0]["module"], "its module")
+    equal(profile.duration_nanos, 41_250_000_000, "duration")
+
+
+@case
+def pprof_is_read_by_go(setting):
+    if not shutil.which("go"):
+        raise Skip("no Go: its `go tool pprof` reads profiles (Debian: golang-go)")
+    setting.text(FULL, "--format", "pprof", "-o", "full.pb.gz")
+    done = subprocess.run(["go", "tool", "pprof", "-top", "-cum", "-unit=B", "full.pb.gz"], cwd=setting.scratch,
+                          check=True, capture_output=True, text=True, timeout=TIMEOUT_S,
+                          env={**os.environ, "HOME": str(setting.scratch)})
+    total = live_bytes(full())
+    check(f"Showing nodes accounting for {total}B, 100% of {total}B total" in done.stdout, done.stdout)
+    check(re.search(rf" {31 * 8388608}B .* step", done.stdout), done.stdout)
+
+
+@case
+def perfetto_holds_the_time_line(setting):
+    out, err = setting.cushion(FULL, "--format", "perfetto")
+    equal(err, "", "stderr")
+    events = json.loads(out)["traceEvents"]
+    names = [e["args"]["name"] for e in events if e["ph"] == "M"]
+    equal(names, ["train.py"], "process names")
+    for track in ("live", "held"):
+        points = [(e["ts"], e["args"]["bytes"]) for e in events if e["ph"] == "C" and e["name"] == track]
+        expected = [(p["time_s"] * 1e6, p[track]) for p in full()["timeline"]]
+        equal([p[1] for p in points], [p[1] for p in expected], f"bytes {track}")
+        check(all(abs(a[0] - b[0]) < 1e-3 for a, b in zip(points, expected)), f"times of {track}")
+    events = json.loads(setting.cushion(FULL, FULL, "--format", "perfetto")[0])["traceEvents"]
+    equal({e["pid"] for e in events}, {1, 2}, "processes of two reports")
+
+
+@case
+def memory_viz_is_a_pickle(setting):
+    """As PyTorch's readers take it: plain values, blocks that fill their segments, addresses that never overlap."""
+    import io
+    import pickle
+
+    class Plain(pickle.Unpickler):
+        def find_class(self, module, name):
+            raise AssertionError(f"the pickle wants {module}.{name}")
+
+    out, err = setting.cushion(FULL, "--format", "memory-viz")
+    check("addresses are made up" in err and err.count("\n") == 1, err)
+    snapshot = Plain(io.BytesIO(out)).load()
+    equal(snapshot["device_traces"], [[]], "traces")
+    segments = snapshot["segments"]
+    equal([(s["device"], s["stream"]) for s in segments], [(0, 0), (0, 7)], "segments by device and stream")
+    blocks = [block for segment in segments for block in segment["blocks"]]
+    equal(len(blocks), sum(g["count"] for g in full()["live"]), "blocks")
+    for segment in segments:
+        at = segment["address"]
+        for block in segment["blocks"]:
+            equal((block["address"], block["state"]), (at, "active_allocated"), "a block's place")
+            at += block["size"]
+        equal(at - segment["address"], segment["total_size"], "bytes of a segment")
+    equal(sum(s["total_size"] for s in segments), live_bytes(full()), "bytes in all")
+    equal([set(frame) for b in blocks for frame in b["frames"]], [{"name", "filename", "line"}] * sum(
+        len(full()["stacks"][g["stack"]]) * g["count"] for g in full()["live"]), "frames")
+    adam = next(b for b in blocks if b["size"] == 8388608)["frames"][1]
+    equal((adam["name"], adam["line"]), ("step", 58), "a frame")
+    check(adam["filename"].endswith("/language-model/optim/adam.py"), adam)
+    report = full()
+    report["live"][0]["count"] = 2**30  # no file can hold as many
+    out, _ = setting.cushion(setting.write("many.json", report), "--format", "memory-viz")
+    sizes = [b["size"] for s in Plain(io.BytesIO(out)).load()["segments"] for b in s["blocks"]]
+    equal(max(sizes), 2**30 * 67108864, "all of a kind in one block")
+    _, err = setting.cushion(setting.leaks(), "--format", "memory-viz")
+    check("no frames" in err, err)
+
+
+@case
+def nothing_to_export_is_said(setting):
+    nothing = setting.real("demo.json", "driver_demo", "2")
+    for form, words in (("folded", "nothing was live at exit"), ("speedscope", "nothing was live at exit"),
+                        ("pprof", "nothing was live at exit"), ("memory-viz", "nothing was live at exit"),
+                        ("perfetto", "no time line")):
+        out, err = setting.cushion(nothing, "--format", form, "-o", f"none.{form}", code=1)
+        equal(out, b"", "stdout")
+        check(words in err and err.count("\n") == 1, err)
+        check(not (setting.scratch / f"none.{form}").exists(), f"{form}: an empty file")
+
+
+# --- the page ---------------------------------------------------------------------------------------------
+
+PROBE = """<script>
+const probe = {};
+try {
+  const root = document.documentElement;
+  probe.overflow = root.scrollWidth - root.clientWidth;
+  probe.width = root.clientWidth;
+  probe.background = getComputedStyle(document.body).backgroundColor;
+  probe.titles = [...document.querySelectorAll("h2")].map((h) => h.textContent);
+  probe.lines = [...document.querySelectorAll(".chart svg")].map((s) => s.getBoundingClientRect().width);
+  probe.bars = [...document.querySelectorAll(".hist .bar")].map((b) => b.getBoundingClientRect().width);
+  const flame = document.querySelector(".flame");
+  if (flame) {
+    const share = (n) => n.getBoundingClientRect().width / flame.getBoundingClientRect().width;
+    const named = (t) => [...flame.querySelectorAll(".n")].find((n) => n.firstChild.textContent === t);
+    const shown = (n) => n.getBoundingClientRect().width > 0;
+    probe.step = share(named("step"));
+    named("step").firstChild.click();
+    probe.zoomed = share(named("step"));
+    probe.aside = shown(named("forward"));
+    probe.readout = flame.previousElementSibling.textContent;
+    named("all").firstChild.click();
+    probe.back = share(named("step"));
+  }
+  const sections = [...document.querySelectorAll("section")];
+  const table = sections.find((s) => s.querySelector("h2")?.textContent === "Never freed");
+  const column = (i) => [...table.querySelectorAll("tbody")].map((b) => b.rows[0].cells[i].textContent);
+  const head = (i) => table.querySelectorAll("th button")[i].click();
+  probe.bytes = column(0);
+  head(1), (probe.mostBlocks = column(1));
+  head(1), (probe.fewestBlocks = column(1));
+  head(3), (probe.calls = column(3));
+} catch (error) {
+  probe.error = String(error);
+}
+document.body.dataset.probe = JSON.stringify(probe);
+</script>"""
+
+
+class Browser:
+    """Headless Chromium: what a page measures of itself, and pictures."""
+
+    def __init__(self, setting):
+        self.setting = setting
+        found = [shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome", "chrome")]
+        self.program = next(filter(None, found), None)
+        if not self.program:
+            raise Skip("no Chromium (Debian: chromium)")
+        self.pictures = setting.build / "tests" / "report" / "screenshots"
+        self.pictures.mkdir(parents=True, exist_ok=True)
+
+    def _run(self, *arguments, dark=False):
+        command = [self.program, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+                   "--allow-file-access-from-files", f"--user-data-dir={self.setting.scratch / 'browser'}",
+                   f"--blink-settings=preferredColorScheme={0 if dark else 1}", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+        if done.returncode != 0:
+            raise Skip(f"Chromium does not start here: {done.stderr[-300:]}")
+        return done.stdout
+
+    def _framed(self, page, width):
+        """A window is never as narrow as a phone: the page is shown in a frame."""
+        style = f"width:{width}px;height:1800px;border:0"
+        return self.setting.write("framed.html", f'<body style="margin:0"><iframe src="{page.name}" style="{style}">')
+
+    def probe(self, page, width, dark=False):
+        probed = self.setting.write("probed.html", page.read_text().replace("</body>", PROBE + "</body>"))
+        style = f"width:{width}px;height:800px"
+        frame = self.setting.write("frame.html", f"""<body><iframe src="probed.html" style="{style}"></iframe><script>
+            document.querySelector("iframe").onload = (e) =>
+            (document.body.dataset.probe = e.target.contentDocument.body.dataset.probe);</script>""")
+        dom = self._run("--window-size=1400,900", "--virtual-time-budget=3000", "--dump-dom", frame.as_uri(), dark=dark)
+        match = re.search(r'<body data-probe="([^"]*)"', dom)
+        check(match and probed.exists(), f"the page measured nothing: {dom[:500]}")
+        found = json.loads(html.unescape(match[1]))
+        check("error" not in found, f"script error: {found}")
+        return found
+
+    def picture(self, page, name, width, dark=False):
+        path = self.pictures / f"{name}.png"
+        path.unlink(missing_ok=True)
+        target = page if width >= 500 else self._framed(page, width)
+        self._run(f"--window-size={max(width, 500)},1800", f"--screenshot={path}", target.as_uri(), dark=dark)
+        return pixels(path)
+
+
+def pixels(path):
+    """Width, height and the colours of a PNG file, with how often each occurs."""
+    data = path.read_bytes()
+    equal(data[:8], b"\x89PNG\r\n\x1a\n", f"{path} as a PNG file")
+    at, packed = 8, b""
+    while at < len(data):
+        size, kind = struct.unpack(">I4s", data[at:at + 8])
+        if kind == b"IHDR":
+            width, height, depth, colour = struct.unpack(">IIBB", data[at + 8:at + 18])
+        if kind == b"IDAT":
+            packed += data[at + 8:at + 8 + size]
+        at += size + 12
+    step = {2: 3, 6: 4}[colour]
+    equal(depth, 8, "bits a colour")
+    raw, last, colours = zlib.decompress(packed), bytearray(width * step), collections.Counter()
+    for y in range(height):
+        start = y * (width * step + 1)
+        kind, row = raw[start], bytearray(raw[start + 1:start + 1 + width * step])
+        for i in range(len(row)) if kind else ():
+            a, b = row[i - step] if i >= step else 0, last[i]
+            if kind == 1:
+                row[i] = (row[i] + a) & 255
+            elif kind == 2:
+                row[i] = (row[i] + b) & 255
+            elif kind == 3:
+                row[i] = (row[i] + (a + b) // 2) & 255
+            elif kind == 4:
+                c = last[i - step] if i >= step else 0
+                near = min((abs(b - c), 0, a), (abs(a - c), 1, b), (abs(a + b - 2 * c), 2, c))
+                row[i] = (row[i] + near[2]) & 255
+        colours.update(zip(row[0::step], row[1::step], row[2::step]))
+        last = row
+    return width, height, colours
+
+
+def lightness(colours):
+    return sum(sum(colour) / 3 * count for colour, count in colours.items()) / sum(colours.values())
+
+
+@case
+def page_in_a_browser(setting):
+    browser = Browser(setting)
+    page = setting.scratch / "full.html"
+    setting.text(FULL, "--html", page)
+    wide = browser.probe(page, 1280)
+    equal(wide["titles"], ["Memory over time", "Never freed, by call stack", "At the peak, by call stack",
+                           "Never freed", "Most allocations, by call stack",
+                           "Most temporary allocations, by call stack", "Memory by device", "Sizes asked for",
+                           "Lifetimes", "Calls"], "sections")
+    share = 31 * 8388608 / live_bytes(full())
+    check(abs(wide["step"] - share) < 0.002, f"frame `step`: {wide['step']} of the width, expected {share}")
+    check(abs(wide["zoomed"] - 1) < 0.002 and not wide["aside"], f"zoomed in: {wide}")
+    check(wide["readout"].startswith("step at ") and "248.00 MiB in 31 blocks" in wide["readout"], wide["readout"])
+    check(abs(wide["back"] - share) < 0.002, f"zoomed out: {wide}")
+    counts = [bucket["count"] for bucket in full()["size_histogram"]]
+    bars = wide["bars"][:len(counts)]
+    check(all(abs(bar - max(1, bars[7] * count / 5100)) < 1 for bar, count in zip(bars, counts)), f"bars: {bars}")
+    equal(wide["bytes"], ["768.00 MiB", "384.00 MiB", "248.00 MiB", "64.00 MiB", "3.00 MiB"], "leaks as they come")
+    equal(wide["mostBlocks"], ["31", "24", "12", "3", "2"], "leaks by blocks")
+    equal(wide["fewestBlocks"], ["2", "3", "12", "24", "31"], "leaks by blocks, the other way")
+    equal(wide["calls"][0], "cuMemAllocAsync", "leaks by call")
+    for width in (1280, 390, 320):
+        found = browser.probe(page, width)
+        check(found["overflow"] <= 0, f"at {width} pixels the page is {found['overflow']} too wide")
+        check(found["lines"][0] > width / 2, f"at {width} pixels the time line has {found['lines'][0]}")
+    bright = browser.picture(page, "desktop", 1280)
+    dark = browser.picture(page, "dark", 1280, dark=True)
+    phone = browser.picture(page, "phone", 390)
+    equal((bright[:2], phone[:2]), ((1280, 1800), (500, 1800)), "sizes of the pictures")
+    check(lightness(bright[2]) > 200 and lightness(dark[2]) < 70, f"{lightness(bright[2])}, dark {lightness(dark[2])}")
+    for name, picture in (("desktop", bright), ("dark", dark), ("phone", phone)):
+        check(len(picture[2]) > 200, f"{name}: {len(picture[2])} colours: nothing to see")
+
+
+@case
+def pages_of_real_reports_and_ranks(setting):
+    browser = Browser(setting)
+    page = setting.scratch / "real.html"
+    setting.text(setting.leaks(), "--html", page)
+    found = browser.probe(page, 390)
+    equal(found["titles"], ["Never freed", "Memory by device", "Calls"], "sections of a report without stacks")
+    equal(found["bytes"], ["14.31 MiB", "205.08 KiB", "48.22 KiB", "1000 B"], "leaks")
+    check(found["overflow"] <= 0, f"{found['overflow']} too wide")
+    setting.text(setting.leaks("a.json"), setting.leaks("b.json"), FULL, "--html", page)
+    found = browser.probe(page, 390)
+    check(found["titles"][0] == "Reports" and found["overflow"] <= 0, found)
+    _, _, colours = browser.picture(page, "ranks", 1280)
+    check(len(colours) > 200, f"{len(colours)} colours: nothing to see")
+
+
+@case
+def page_loads_nothing(setting):
+    setting.text(FULL, "--html", "full.html")
+    page = (setting.scratch / "full.html").read_text()
+    equal(re.findall(r"(?:src|href|url)\s*[=(]|https?:|@import|fetch\(|<link|<img", page), [], "what a page loads")
+    check("default-src 'none'" in page, "the page does not forbid it")
+    rows = setting.text(FULL, "--html", "top.html", "--top", "2") or (setting.scratch / "top.html").read_text()
+    check("and 3 more" in rows, "no word of the rows left out")
+
+
+@case
+def a_million_groups(setting):
+    """Large reports are read in the memory of what they say: a gigabyte is enough for a million groups."""
+    import resource
+    libraries = subprocess.run(["ldd", str(setting.build / "cushion")], capture_output=True, text=True).stdout
+    if re.search("lib[at]san", libraries):
+        raise Skip("a sanitizer needs memory of its own")
+    path = setting.scratch / "large.json"
+    report = full()
+    group = {**report["live"][0], "count": 1}
+    report["live"] = []
+    head, tail = json.dumps(report).split('"live": []')
+    with path.open("w") as file:
+        file.write(head + '"live": [')
+        file.write(",".join(json.dumps({**group, "size": i}) for i in range(1, 1_000_001)))
+        file.write("]" + tail)
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
+
+    for arguments, words in ((["--top", "3"], "Never freed: 1 000 000 blocks"),
+                             (["--format", "folded"], " 500000500000")):
+        done = subprocess.run([str(setting.build / "cushion"), "report", str(path), *arguments], capture_output=True,
+                              text=True, timeout=TIMEOUT_S, preexec_fn=limit)
+        check(words in done.stdout, done.stderr or done.stdout[-300:])
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("build", nargs="?", type=Path)
+    parser.add_argument("cases", nargs="*")
+    parser.add_argument("--list", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.list:
+        print("\n".join(CASES))
+        return 0
+    code = 0
+    for name in arguments.cases or CASES:
+        with tempfile.TemporaryDirectory(prefix="cushion-report-") as scratch:
+            try:
+                CASES[name](Setting(arguments.build.resolve(), Path(scratch)))
+                print(f"{name}: ok")
+            except Skip as why:
+                print(f"{name}: skipped: {why}")
+                code = code or SKIPPED
+            except (AssertionError, subprocess.SubprocessError) as failure:
+                print(f"{name}: FAILED: {failure}")
+                code = 1
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+// Leaks: the live blocks of one report or many, each kind once. Of one report a kind is what the report grouped; of
+// many (ranks of one job) and between two, device and stream are left out, since they differ from run to run: a kind is
+// then size, call, server and call stack.
+//
+// Cost: one pass and a sort; stacks are compared by what a person sees of them, once a report.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "tools/report/report_file.h"
+
+namespace cushion {
+
+struct Leak {
+  const LiveBlocks* blocks = nullptr;  // one of the kind, for what all have in common
+  const Stack* stack = nullptr;        // none if the report has none
+  std::uint64_t count = 0;
+  std::uint64_t bytes = 0;
+  std::vector<std::size_t> reports;  // which have it, by their place in the list
+};
+
+std::vector<Leak> leaks_of(const std::vector<Report>& reports);  // most bytes first
+
+struct LeakChange {
+  Leak before;  // of a new kind, empty
+  Leak after;   // of one that is gone, empty
+  const Leak& either() const noexcept { return after.blocks != nullptr ? after : before; }
+};
+
+std::vector<LeakChange> changes_between(const Report& before,
+                                        const Report& after);  // what grew, then what shrank, each by most first
+
+// "0-3,7"
+std::string ranges_text(const std::vector<std::size_t>& numbers);
+
+}  // namespace cushion
