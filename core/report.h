@@ -2,8 +2,8 @@
 // keys README explains) or as text.
 //
 // Written from host memory only: not one CUDA call. The same code serves exit and a deadly signal, so it allocates
-// nothing (its scratch comes from mmap; a report on demand, which no handler writes, allocates the names of files), uses
-// little stack, and waits for a lock only as long as `Patience` says.
+// nothing (its scratch comes from mmap; a report on demand, which no handler writes, allocates the names of files),
+// uses little stack, and waits for a lock only as long as `Patience` says.
 #pragma once
 
 #include <sys/types.h>

@@ -18,8 +18,8 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <csignal>
 #include <condition_variable>
+#include <csignal>
 #include <cstring>
 #include <iostream>
 #include <mutex>

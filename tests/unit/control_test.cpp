@@ -39,6 +39,8 @@ class Control : public ::testing::Test {
     unsetenv("XDG_RUNTIME_DIR");
     fs::remove_all(folder_);
   }
+  // In the test's own folder: other processes under Cushion may have pages in the user's.
+  PageSearch listed() const { return list_pages({(folder_ / "cushion").string()}); }
   std::string problem() {
     const PageSearch search = find_page(getpid());
     EXPECT_NE(search.pages.empty(), search.problems.empty());
@@ -82,14 +84,14 @@ TEST_F(Control, IsFoundByPidAndInTheList) {
   EXPECT_EQ(found.pages[0]->header.key, key_);
   EXPECT_EQ(found.pages[0]->slots[0].device.load(), 3);
   EXPECT_EQ(found.pages[0]->slots[0].gauges.requested.current(), 1000u);
-  EXPECT_THAT(list_pages().pages, SizeIs(1));
+  EXPECT_THAT(listed().pages, SizeIs(1));
 }
 
 TEST_F(Control, ForgedHeadersAreRefused) {
   forge(offsetof(ControlPage::Header, magic), 'X');
   EXPECT_THAT(problem(), HasSubstr("cannot be trusted: it is no control page"));
-  EXPECT_THAT(list_pages().pages, IsEmpty());
-  EXPECT_THAT(list_pages().problems, SizeIs(1));
+  EXPECT_THAT(listed().pages, IsEmpty());
+  EXPECT_THAT(listed().problems, SizeIs(1));
   forge(offsetof(ControlPage::Header, magic), 'C');
   forge(offsetof(ControlPage::Header, version), ControlPage::kVersion + 1);
   EXPECT_THAT(problem(), HasSubstr("another version of Cushion"));
@@ -155,7 +157,7 @@ TEST_F(Control, ADeadProcessesPageIsRemovedByWhoeverLists) {
   const fs::path stale = path_.parent_path() / page_name(dead);
   fs::copy_file(path_, stale);
   EXPECT_THAT(find_page(dead.pid).problems, ElementsAre(HasSubstr("there is no process")));
-  EXPECT_THAT(list_pages().pages, SizeIs(1));
+  EXPECT_THAT(listed().pages, SizeIs(1));
   EXPECT_FALSE(fs::exists(stale));
   EXPECT_TRUE(fs::exists(path_));
 }
@@ -165,7 +167,7 @@ TEST_F(Control, APidThatCameAgainIsNotTheOldProcess) {
   const fs::path stale = path_.parent_path() / page_name(old);
   fs::rename(path_, stale);
   EXPECT_THAT(problem(), HasSubstr("has no control page"));
-  EXPECT_THAT(list_pages().pages, IsEmpty());
+  EXPECT_THAT(listed().pages, IsEmpty());
   EXPECT_FALSE(fs::exists(stale));
 }
 
@@ -186,7 +188,7 @@ TEST_F(Control, AProcessThatBecameAnotherProgramIsNotTheOldOne) {
   const fs::path stale = path_.parent_path() / page_name(key_of(child).value());
   EXPECT_TRUE(fs::exists(stale));
   EXPECT_THAT(find_page(child).problems, ElementsAre(HasSubstr("has no control page")));
-  EXPECT_THAT(list_pages().pages, SizeIs(1));
+  EXPECT_THAT(listed().pages, SizeIs(1));
   EXPECT_FALSE(fs::exists(stale));
   kill(child, SIGKILL);
   waitpid(child, nullptr, 0);
@@ -195,7 +197,7 @@ TEST_F(Control, AProcessThatBecameAnotherProgramIsNotTheOldOne) {
 TEST_F(Control, APageOfAnotherPidNamespaceIsLeftAlone) {
   const fs::path foreign = path_.parent_path() / page_name({key_.pid, 1, key_.pid_namespace + 1});
   fs::copy_file(path_, foreign);
-  EXPECT_THAT(list_pages().pages, SizeIs(1));
+  EXPECT_THAT(listed().pages, SizeIs(1));
   EXPECT_TRUE(fs::exists(foreign));
 }
 
