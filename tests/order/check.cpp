@@ -18,7 +18,7 @@
 namespace order {
 namespace {
 
-constexpr unsigned kPatience = 20;  // seconds that a run may take
+constexpr unsigned kPatience = 120;  // seconds that a run may take, on a busy machine too
 constexpr int kNotReady = 600;
 constexpr int kOutOfMemory = 2;
 
