@@ -291,7 +291,7 @@ bool Context::allocate(const Request& request, CUdeviceptr* out) noexcept try {
   }
   by.lane->leave();
   turn_to(*by.lane);
-  if (request.stream != nullptr) owes_order(*request.stream, *by.lane);
+  if (request.stream != nullptr) leaves_no_mark(*request.stream, *by.lane);
   if (block == nullptr || options().init != InitMode::none) [[unlikely]]
     return allocate_slowly(need, request, by, grant, out);
   *out = grant.address;
@@ -696,22 +696,22 @@ CUresult Context::free_async(const Found& found, const StreamIdentity& stream, C
   if (!own || (pressure_.load(std::memory_order_relaxed) && !orders_others))
     return free_evented(found, stream, stream_context);
   give(found, orders_others ? nullptr : &stream, mutated(Mutation::async_free_is_clean));
-  if (!orders_others) owes_order(stream, *stream.lane.lane);
+  if (!orders_others) leaves_no_mark(stream, *stream.lane.lane);
   return CUDA_SUCCESS;
 } catch (...) {  // no host memory
   found.block->change(found.address, BlockState::freeing, BlockState::live);
   return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
-void Context::owe_order(const StreamIdentity& stream, Lane& lane) noexcept try {
-  shared_.legacy_order.add({stream.handle, stream.owner_thread, this, &lane});
-  lane.owes_order.store(true, std::memory_order_relaxed);
+void Context::owe_mark(const StreamIdentity& stream, Lane& lane) noexcept try {
+  shared_.marks.add({stream.handle, stream.owner_thread, this, &lane});
+  lane.unmarked.store(true, std::memory_order_relaxed);
 } catch (...) {  // no host memory: now, then
   mark({stream.handle, stream.owner_thread, this, &lane});
 }
 
-void Context::mark(const LegacyOrder::Owed& owed) noexcept {
-  owed.lane->owes_order.store(false, std::memory_order_relaxed);
+void Context::mark(const Marks::Owed& owed) noexcept {
+  owed.lane->unmarked.store(false, std::memory_order_relaxed);
   if (broken() != CUDA_SUCCESS || shared_.gate.capturing(driver(), owed.stream)) return;
   const std::uint64_t generation = events_.generation();
   RelaxedCaptureMode relaxed(driver());

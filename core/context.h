@@ -101,8 +101,8 @@ class Context {
   std::uint64_t relieve(std::uint64_t patience_ns);
   std::uint64_t unused() noexcept;
 
-  // Puts the mark that a stream of this context is owed (legacy_order.h).
-  void mark(const LegacyOrder::Owed& owed) noexcept;
+  // Puts the mark that a stream of this context is owed (marks.h).
+  void mark(const Marks::Owed& owed) noexcept;
 
   // What another allocator in this context needs of it (async.h).
   AsyncAllocator& async() noexcept { return async_; }
@@ -206,11 +206,11 @@ class Context {
   bool fill(std::uint64_t address, const Request& request) noexcept;
   void take_back(const Grant& grant, const Request& request, LaneRef by);
 
-  void owes_order(const StreamIdentity& stream, Lane& lane) noexcept {
-    if (stream.blocking && !lane.owes_order.load(std::memory_order_relaxed)) [[unlikely]]
-      owe_order(stream, lane);
+  void leaves_no_mark(const StreamIdentity& stream, Lane& lane) noexcept {
+    if (stream.blocking && !lane.unmarked.load(std::memory_order_relaxed)) [[unlikely]]
+      owe_mark(stream, lane);
   }
-  [[gnu::noinline]] void owe_order(const StreamIdentity& stream, Lane& lane) noexcept;
+  [[gnu::noinline]] void owe_mark(const StreamIdentity& stream, Lane& lane) noexcept;
 
   // ---- free
   // Gives a claimed block back: into its lane's magazine, else to its arena. `stream`: null for cudaFree.

@@ -83,7 +83,7 @@ class alignas(64) Lane {
   void open(std::uint64_t serial, const StreamIdentity* stream) noexcept {
     stream_ = stream != nullptr;
     identity_ = stream != nullptr ? *stream : StreamIdentity{};
-    owes_order.store(false, std::memory_order_relaxed);
+    unmarked.store(false, std::memory_order_relaxed);
     lock_.lock();
     before.clear();
     serial_.store(serial, std::memory_order_relaxed);
@@ -116,9 +116,9 @@ class alignas(64) Lane {
 
   // Under the lock of the arena in question: this lane's heap there, if it has one.
   std::array<Heap*, kArenas> heaps{};
-  // A mark is owed (legacy_order.h). Relaxed: LegacyOrder's lock orders the rest; an allocation beside a
-  // synchronisation has no order.
-  std::atomic<bool> owes_order{false};
+  // A mark is owed (marks.h). Relaxed: Marks' lock orders the rest; an allocation beside a synchronisation has no
+  // order.
+  std::atomic<bool> unmarked{false};
   // Under the Context's lock: threads asking the stream just now; destroying it waits for them.
   int queries = 0;
 

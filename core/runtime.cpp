@@ -575,25 +575,21 @@ void Runtime::stream_going(CUstream stream) noexcept try {
   const bool own = !is_legacy(stream) && !is_per_thread(stream);
   if (own && identify(stream, identity, context) == CUDA_SUCCESS && context != nullptr)
     context->stream_going(*identity);
-  if (own) shared_.legacy_order.take([&](const LegacyOrder::Owed& owed) { return owed.stream == stream; });
+  if (own) shared_.marks.take([&](const Marks::Owed& owed) { return owed.stream == stream; });
   shared_.handle_epoch.fetch_add(1, std::memory_order_release);
 } catch (...) {
 }
 
 void Runtime::before_stream_wait(CUstream stream) noexcept {
   const long thread = is_per_thread(stream) ? thread_id() : 0;
-  const auto wanted = [&](const LegacyOrder::Owed& owed) {
-    return owed.stream == stream && owed.owner_thread == thread;
-  };
-  while (const auto owed = shared_.legacy_order.take(wanted)) owed->context->mark(*owed);
+  const auto wanted = [&](const Marks::Owed& owed) { return owed.stream == stream && owed.owner_thread == thread; };
+  while (const auto owed = shared_.marks.take(wanted)) owed->context->mark(*owed);
 }
 
 void Runtime::before_legacy_work() noexcept {
   const long thread = thread_id();
-  const auto ours = [&](const LegacyOrder::Owed& owed) {
-    return owed.owner_thread == 0 || owed.owner_thread == thread;
-  };
-  while (const auto owed = shared_.legacy_order.take(ours)) owed->context->mark(*owed);
+  const auto ours = [&](const Marks::Owed& owed) { return owed.owner_thread == 0 || owed.owner_thread == thread; };
+  while (const auto owed = shared_.marks.take(ours)) owed->context->mark(*owed);
 }
 
 Runtime::SyncMark Runtime::before_synchronize(CUcontext handle) noexcept {
@@ -627,7 +623,7 @@ void Runtime::failed(CUresult result) noexcept {
 void Runtime::ended(CUcontext handle) noexcept try {
   shared_.gate.forget(handle);
   shared_.streams.remove_all(handle);
-  while (shared_.legacy_order.take([&](const LegacyOrder::Owed& owed) { return owed.context->handle() == handle; })) {
+  while (shared_.marks.take([&](const Marks::Owed& owed) { return owed.context->handle() == handle; })) {
   }
   if (Context* context = find_context(handle)) {
     context->discard();

@@ -284,13 +284,13 @@ template <class Fn, class... Args>
 CUresult launch(CUstream stream, const Real<Fn>& real, Args... args) noexcept {
   if (is_per_thread(stream)) [[unlikely]]
     shared().blocking_streams.store(true, std::memory_order_relaxed);
-  if (is_legacy(stream) && shared().legacy_order.any() && serving() != nullptr) runtime().before_legacy_work();
+  if (is_legacy(stream) && shared().marks.any() && serving() != nullptr) runtime().before_legacy_work();
   return with_room(real, args...);
 }
 
 // Before a question to a stream, or a wait for it.
 void asks(CUstream stream) noexcept {
-  if (shared().legacy_order.any() && serving() != nullptr) runtime().before_stream_wait(stream);
+  if (shared().marks.any() && serving() != nullptr) runtime().before_stream_wait(stream);
 }
 
 void refuse_ipc() noexcept {
