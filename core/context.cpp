@@ -291,7 +291,6 @@ bool Context::allocate(const Request& request, CUdeviceptr* out) noexcept try {
   }
   by.lane->leave();
   turn_to(*by.lane);
-  if (request.stream != nullptr) leaves_no_mark(*request.stream, *by.lane);
   if (block == nullptr || options().init != InitMode::none) [[unlikely]]
     return allocate_slowly(need, request, by, grant, out);
   *out = grant.address;
@@ -696,30 +695,10 @@ CUresult Context::free_async(const Found& found, const StreamIdentity& stream, C
   if (!own || (pressure_.load(std::memory_order_relaxed) && !orders_others))
     return free_evented(found, stream, stream_context);
   give(found, orders_others ? nullptr : &stream, mutated(Mutation::async_free_is_clean));
-  if (!orders_others) leaves_no_mark(stream, *stream.lane.lane);
   return CUDA_SUCCESS;
 } catch (...) {  // no host memory
   found.block->change(found.address, BlockState::freeing, BlockState::live);
   return CUDA_ERROR_OUT_OF_MEMORY;
-}
-
-void Context::owe_mark(const StreamIdentity& stream, Lane& lane) noexcept try {
-  shared_.marks.add({stream.handle, stream.owner_thread, this, &lane});
-  lane.unmarked.store(true, std::memory_order_relaxed);
-} catch (...) {  // no host memory: now, then
-  mark({stream.handle, stream.owner_thread, this, &lane});
-}
-
-void Context::mark(const Marks::Owed& owed) noexcept {
-  owed.lane->unmarked.store(false, std::memory_order_relaxed);
-  if (broken() != CUDA_SUCCESS || shared_.gate.capturing(driver(), owed.stream)) return;
-  const std::uint64_t generation = events_.generation();
-  RelaxedCaptureMode relaxed(driver());
-  CurrentContext current(driver(), handle_);
-  CUevent event = events_.take(driver(), handle_);
-  if (event == nullptr) return;
-  note(driver().call(driver().cuEventRecord, event, owed.stream));
-  events_.put(event, generation);  // nobody waits for it
 }
 
 // Freed under pressure, or on another context's stream: an event inside the free says when it is over.

@@ -101,9 +101,6 @@ class Context {
   std::uint64_t relieve(std::uint64_t patience_ns);
   std::uint64_t unused() noexcept;
 
-  // Puts the mark that a stream of this context is owed (marks.h).
-  void mark(const Marks::Owed& owed) noexcept;
-
   // What another allocator in this context needs of it (async.h).
   AsyncAllocator& async() noexcept { return async_; }
   bool serves() const noexcept { return closing_.load(std::memory_order_relaxed) == 0 && broken() == CUDA_SUCCESS; }
@@ -205,12 +202,6 @@ class Context {
   Grant wait_for_blocks(Arena& arena, const Need& need, const Request& request, LaneRef by);
   bool fill(std::uint64_t address, const Request& request) noexcept;
   void take_back(const Grant& grant, const Request& request, LaneRef by);
-
-  void leaves_no_mark(const StreamIdentity& stream, Lane& lane) noexcept {
-    if (stream.blocking && !lane.unmarked.load(std::memory_order_relaxed)) [[unlikely]]
-      owe_mark(stream, lane);
-  }
-  [[gnu::noinline]] void owe_mark(const StreamIdentity& stream, Lane& lane) noexcept;
 
   // ---- free
   // Gives a claimed block back: into its lane's magazine, else to its arena. `stream`: null for cudaFree.

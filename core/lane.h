@@ -41,7 +41,6 @@ struct StreamIdentity {
   std::uint64_t id = 0;
   long owner_thread = 0;   // for a per-thread stream: the only thread that may use the handle
   mutable LaneRef lane{};  // where its context found it last: a hint
-  bool blocking = false;   // it waits for the legacy stream, and that one for it
 };
 
 class alignas(64) Lane {
@@ -83,7 +82,6 @@ class alignas(64) Lane {
   void open(std::uint64_t serial, const StreamIdentity* stream) noexcept {
     stream_ = stream != nullptr;
     identity_ = stream != nullptr ? *stream : StreamIdentity{};
-    unmarked.store(false, std::memory_order_relaxed);
     lock_.lock();
     before.clear();
     serial_.store(serial, std::memory_order_relaxed);
@@ -116,9 +114,6 @@ class alignas(64) Lane {
 
   // Under the lock of the arena in question: this lane's heap there, if it has one.
   std::array<Heap*, kArenas> heaps{};
-  // A mark is owed (marks.h). Relaxed: Marks' lock orders the rest; an allocation beside a synchronisation has no
-  // order.
-  std::atomic<bool> unmarked{false};
   // Under the Context's lock: threads asking the stream just now; destroying it waits for them.
   int queries = 0;
 

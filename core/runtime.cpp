@@ -246,12 +246,6 @@ CUresult Runtime::ask_identity(StreamCache& cache) noexcept {
     }
     cache.identity.id = id;
   }
-  if (!is_legacy(stream)) {
-    unsigned flags = 0;
-    cache.identity.blocking = is_per_thread(stream) || driver.cuStreamGetFlags == nullptr ||
-                              driver.cuStreamGetFlags(stream, &flags) != CUDA_SUCCESS ||
-                              (flags & CU_STREAM_NON_BLOCKING) == 0;
-  }
   if (is_per_thread(stream)) {
     cache.identity.owner_thread = thread_id();
     shared_.blocking_streams.store(true, std::memory_order_relaxed);
@@ -575,21 +569,8 @@ void Runtime::stream_going(CUstream stream) noexcept try {
   const bool own = !is_legacy(stream) && !is_per_thread(stream);
   if (own && identify(stream, identity, context) == CUDA_SUCCESS && context != nullptr)
     context->stream_going(*identity);
-  if (own) shared_.marks.take([&](const Marks::Owed& owed) { return owed.stream == stream; });
   shared_.handle_epoch.fetch_add(1, std::memory_order_release);
 } catch (...) {
-}
-
-void Runtime::before_stream_wait(CUstream stream) noexcept {
-  const long thread = is_per_thread(stream) ? thread_id() : 0;
-  const auto wanted = [&](const Marks::Owed& owed) { return owed.stream == stream && owed.owner_thread == thread; };
-  while (const auto owed = shared_.marks.take(wanted)) owed->context->mark(*owed);
-}
-
-void Runtime::before_legacy_work() noexcept {
-  const long thread = thread_id();
-  const auto ours = [&](const Marks::Owed& owed) { return owed.owner_thread == 0 || owed.owner_thread == thread; };
-  while (const auto owed = shared_.marks.take(ours)) owed->context->mark(*owed);
 }
 
 Runtime::SyncMark Runtime::before_synchronize(CUcontext handle) noexcept {
@@ -623,8 +604,6 @@ void Runtime::failed(CUresult result) noexcept {
 void Runtime::ended(CUcontext handle) noexcept try {
   shared_.gate.forget(handle);
   shared_.streams.remove_all(handle);
-  while (shared_.marks.take([&](const Marks::Owed& owed) { return owed.context->handle() == handle; })) {
-  }
   if (Context* context = find_context(handle)) {
     context->discard();
     shared_.order.forget();

@@ -99,9 +99,6 @@ class Runtime {
   void end_order(const char* why) noexcept { shared_.order.end(shared_.driver, why); }
   void stream_created(CUstream stream, unsigned flags) noexcept;
   void stream_going(CUstream stream) noexcept;
-  // Before the program synchronises or asks a stream, and before a kernel on the legacy one (marks.h).
-  void before_stream_wait(CUstream stream) noexcept;
-  void before_legacy_work() noexcept;
 
   struct SyncMark {
     Context* context = nullptr;

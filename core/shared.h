@@ -9,7 +9,6 @@
 #include "core/control_page.h"
 #include "core/counters.h"
 #include "core/driver.h"
-#include "core/marks.h"
 #include "core/options.h"
 #include "core/single_order.h"
 #include "core/streams.h"
@@ -52,7 +51,6 @@ struct Shared {
   std::atomic<bool> foreign_events{false};    // events are recorded where we cannot see (graph nodes, IPC)
 
   SingleOrder order;  // CUSHION_FREE=auto
-  Marks marks;
 
   std::atomic<std::uint64_t> largest_device{0};  // bytes: a larger request is hopeless
 

@@ -284,13 +284,7 @@ template <class Fn, class... Args>
 CUresult launch(CUstream stream, const Real<Fn>& real, Args... args) noexcept {
   if (is_per_thread(stream)) [[unlikely]]
     shared().blocking_streams.store(true, std::memory_order_relaxed);
-  if (is_legacy(stream) && shared().marks.any() && serving() != nullptr) runtime().before_legacy_work();
   return with_room(real, args...);
-}
-
-// Before a question to a stream, or a wait for it.
-void asks(CUstream stream) noexcept {
-  if (shared().marks.any() && serving() != nullptr) runtime().before_stream_wait(stream);
 }
 
 void refuse_ipc() noexcept {
@@ -549,22 +543,12 @@ CUresult hook_cuEventElapsedTime_v2(float* milliseconds, CUevent start, CUevent 
   pay();
   return real_cuEventElapsedTime_v2(milliseconds, start, end);
 }
-CUresult hook_cuStreamSynchronize(CUstream stream) noexcept {
-  asks(stream);
-  return real_cuStreamSynchronize(stream);
-}
-CUresult hook_cuStreamSynchronize_ptsz(CUstream stream) noexcept {
-  asks(per_thread(stream));
-  return real_cuStreamSynchronize_ptsz(stream);
-}
 CUresult hook_cuStreamQuery(CUstream stream) noexcept {
   pay();
-  asks(stream);
   return real_cuStreamQuery(stream);
 }
 CUresult hook_cuStreamQuery_ptsz(CUstream stream) noexcept {
   pay();
-  asks(per_thread(stream));
   return real_cuStreamQuery_ptsz(stream);
 }
 

@@ -36,39 +36,6 @@ TEST_F(Order, FreeWaitsForEveryStreamOfItsContext) {
   }
 }
 
-// Measured: both calls come after the legacy stream's work on a blocking stream, on a non-blocking one they do not.
-TEST_F(Order, StreamOrderedCallsOnABlockingStreamComeAfterTheLegacyStream) {
-  const Stream blocking(CU_STREAM_DEFAULT);
-  for (const CUstream stream : {CUstream{blocking}, CU_STREAM_PER_THREAD}) {
-    CUdeviceptr p = allocate_async(KiB, stream);
-    finish(stream);
-    for (int round = 0; round < 2; ++round) {
-      hold(legacy, 40ms);
-      CHECK_CU(CUDA_SUCCESS, driver().MemFreeAsync(p, stream));
-      EXPECT_EQ(driver().StreamQuery(stream), CUDA_ERROR_NOT_READY);
-      finish(stream);
-      EXPECT_FALSE(busy(legacy)) << "after the free";
-      hold(legacy, 40ms);
-      p = allocate_async(KiB, stream);
-      finish(stream);
-      EXPECT_FALSE(busy(legacy)) << "after the allocation";
-    }
-    CHECK_CU(CUDA_SUCCESS, driver().MemFreeAsync(p, stream));
-    finish(stream);
-  }
-}
-
-TEST_F(Order, StreamOrderedCallsOnANonBlockingStreamDoNotWait) {
-  const Stream stream;
-  const CUdeviceptr p = allocate_async(KiB, stream);
-  finish(stream);
-  hold(legacy, 40ms);
-  CHECK_CU(CUDA_SUCCESS, driver().MemFreeAsync(p, stream));
-  finish(stream);
-  EXPECT_TRUE(busy(legacy));
-  finish(legacy);
-}
-
 TEST_F(Order, FreeWaitsForAnotherThreadsPerThreadStream) {
   SKIP_IF_DEFERRED();
   const CUdeviceptr p = allocate(KiB);
