@@ -156,7 +156,7 @@ ControlPage* ControlFile::create(std::string_view program, bool helper) noexcept
         page_ = page;
         device_ = s.st_dev;
         inode_ = s.st_ino;
-        path_[(place + '/' + name).copy(path_, sizeof path_ - 1)] = '\0';
+        path_[fmt::format("{}/{}", place, name).copy(path_, sizeof path_ - 1)] = '\0';
         return page;
       }
       error = errno;
@@ -178,7 +178,8 @@ void ControlFile::remove() noexcept {
 void ControlFile::detach() noexcept {
   if (page_ == nullptr) return;
   // In place: whatever still looks at it finds a page of its own.
-  mmap(page_, sizeof(ControlPage), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+  static_cast<void>(
+      mmap(page_, sizeof(ControlPage), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0));
   page_ = nullptr;
 }
 

@@ -160,7 +160,7 @@ std::string sort_keys() {
 
 bool is_sort_key(const std::string& key) { return find_key(key) != nullptr; }
 
-int top(TopSettings settings) {
+int top(const TopSettings& settings) {
   View view;
   const SortKey* key = find_key(settings.sort);
   if (settings.once || settings.json) {

@@ -19,6 +19,6 @@ struct TopSettings {
 std::string sort_keys();
 bool is_sort_key(const std::string& key);
 
-int top(TopSettings settings);
+int top(const TopSettings& settings);
 
 }  // namespace cushion

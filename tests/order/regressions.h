@@ -45,6 +45,21 @@ inline const std::vector<Regression>& Regressions() {
            {.what = Do::kStreamSync, .stream = 2},
            {.what = Do::kSetFlag},
        }},
+      // The allocation on the legacy stream finds the limit. A wait put on that stream would hold stream 2 back.
+      {"an allocation on the legacy stream near the limit, while a kernel spins",
+       {
+           {.what = Do::kStreamCreate, .stream = 2},
+           {.what = Do::kStreamCreate, .stream = 3},
+           {.what = Do::kAllocAsync, .block = 3, .bytes = 2097152},
+           {.what = Do::kAllocAsync, .block = 2, .bytes = 2097152},
+           {.what = Do::kSpin, .stream = 3},
+           {.what = Do::kAllocAsync, .bytes = 2097152},
+           {.what = Do::kFreeAsync, .stream = 3, .block = 2},
+           {.what = Do::kAllocAsync, .block = 2, .bytes = 2097152},
+           {.what = Do::kRecord, .stream = 2},
+           {.what = Do::kEventSync},
+           {.what = Do::kSetFlag},
+       }},
       // The event was recorded before the kernel and the free: it orders neither before stream 3.
       {"a free after the event that another stream waits for",
        {
