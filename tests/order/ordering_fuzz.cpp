@@ -71,10 +71,13 @@ int WorkOnRandom(const Arguments& arguments, Counts& counts) {
 // Each in several ways in which its work may progress.
 int WorkOnRegressions(const Arguments& arguments, Counts& counts) {
   constexpr std::uint64_t kWays = 8;
+  const auto spins = [](const order::Step& s) { return s.what == order::Do::kSpin; };
   for (const order::Regression& regression : order::Regressions()) {
+    const order::Program& program = regression.program;
+    if (arguments.no_spins && std::any_of(program.begin(), program.end(), spins)) continue;
     for (std::uint64_t seed = 1; seed <= kWays; ++seed) {
-      const std::string finding = order::Check(regression.program, seed, arguments.free_returns, counts);
-      if (!finding.empty()) return Report(std::string(regression.what), finding, regression.program);
+      const std::string finding = order::Check(program, seed, arguments.free_returns, counts);
+      if (!finding.empty()) return Report(std::string(regression.what), finding, program);
     }
   }
   return 0;
