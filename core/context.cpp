@@ -691,10 +691,12 @@ CUresult Context::free_async(const Found& found, const StreamIdentity& stream, C
   if (!found.block->change(found.address, BlockState::live, BlockState::freeing)) return CUDA_ERROR_INVALID_VALUE;
   const bool own = &stream_context == this || mutated(Mutation::foreign_stream_is_own);
   // By the legacy stream's rule its free comes after the blocking streams' work, and their work after its next
-  // allocation; but nothing is put on it that would tell them so, and an event would hold them back. The whole
-  // context's order covers that.
+  // allocation; but nothing is put on it that would tell them so, and an event would hold them back. And a free on a
+  // blocking stream comes after the legacy stream's kernels, as does who synchronises the stream after its next
+  // allocation. The whole context's order covers both.
   const bool orders_others =
-      own && is_legacy(stream.handle) && shared_.blocking_streams.load(std::memory_order_relaxed);
+      own && shared_.blocking_streams.load(std::memory_order_relaxed) &&
+      (is_legacy(stream.handle) || (stream.blocking && shared_.legacy_launches.load(std::memory_order_relaxed)));
   if (!own || (pressure_.load(std::memory_order_relaxed) && !orders_others))
     return free_evented(found, stream, stream_context);
   give(found, orders_others ? nullptr : &stream, mutated(Mutation::async_free_is_clean));

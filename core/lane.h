@@ -41,6 +41,7 @@ struct StreamIdentity {
   std::uint64_t id = 0;
   long owner_thread = 0;   // for a per-thread stream: the only thread that may use the handle
   mutable LaneRef lane{};  // where its context found it last: a hint
+  bool blocking = false;   // its work waits for the legacy stream's earlier work, and that one's for it
 };
 
 class alignas(64) Lane {

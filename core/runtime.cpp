@@ -246,6 +246,12 @@ CUresult Runtime::ask_identity(StreamCache& cache) noexcept {
     }
     cache.identity.id = id;
   }
+  if (!is_legacy(stream)) {
+    unsigned flags = 0;
+    cache.identity.blocking = is_per_thread(stream) || driver.cuStreamGetFlags == nullptr ||
+                              driver.cuStreamGetFlags(stream, &flags) != CUDA_SUCCESS ||
+                              (flags & CU_STREAM_NON_BLOCKING) == 0;
+  }
   if (is_per_thread(stream)) {
     cache.identity.owner_thread = thread_id();
     shared_.blocking_streams.store(true, std::memory_order_relaxed);

@@ -47,6 +47,7 @@ struct Shared {
   // Set once and never cleared; each turns an optimisation off (relaxed: set before the program can rely on it).
   std::atomic<bool> green_contexts{false};    // cuCtxRecordEvent would miss a green context's work
   std::atomic<bool> peers{false};             // another device's work may touch our memory
+  std::atomic<bool> legacy_launches{false};   // kernels run on the legacy stream
   std::atomic<bool> blocking_streams{false};  // the legacy stream has others to order (Context::free_async)
   std::atomic<bool> foreign_events{false};    // events are recorded where we cannot see (graph nodes, IPC)
 

@@ -284,6 +284,8 @@ template <class Fn, class... Args>
 CUresult launch(CUstream stream, const Real<Fn>& real, Args... args) noexcept {
   if (is_per_thread(stream)) [[unlikely]]
     shared().blocking_streams.store(true, std::memory_order_relaxed);
+  if (is_legacy(stream) && !shared().legacy_launches.load(std::memory_order_relaxed)) [[unlikely]]
+    shared().legacy_launches.store(true, std::memory_order_relaxed);
   return with_room(real, args...);
 }
 

@@ -36,6 +36,25 @@ TEST_F(Order, FreeWaitsForEveryStreamOfItsContext) {
   }
 }
 
+// Measured: a free and an allocation on a blocking stream come after the legacy stream's work, so that memory is idle
+// once the stream is synchronised.
+TEST_F(Order, ABlockThatTheLegacyStreamUsesComesBackFromABlockingStreamAfterIt) {
+  const Stream blocking(CU_STREAM_DEFAULT), other;
+  const SharedWord bad;
+  hold(legacy, 0ms);  // kernels run on the legacy stream
+  finish(legacy);
+  const CUdeviceptr p = allocate_async(MiB, blocking);
+  fill(legacy, p, MiB, 1, 60ms);
+  CHECK_CU(CUDA_SUCCESS, driver().MemFreeAsync(p, blocking));
+  const CUdeviceptr q = allocate_async(MiB, blocking);
+  finish(blocking);
+  fill_hold_check(other, q, MiB, 2, 90ms, bad);
+  finish(other);
+  EXPECT_EQ(bad.Get(), 0u);
+  CHECK_CU(CUDA_SUCCESS, driver().MemFreeAsync(q, blocking));
+  finish(legacy);
+}
+
 TEST_F(Order, FreeWaitsForAnotherThreadsPerThreadStream) {
   SKIP_IF_DEFERRED();
   const CUdeviceptr p = allocate(KiB);
