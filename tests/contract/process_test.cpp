@@ -90,10 +90,17 @@ struct End {
 
 class ProcessEnd : public Contract, public testing::WithParamInterface<End> {};
 
+// A sanitizer's options under which faults are left to the process.
+std::string leaves_faults(const std::string& variable) {
+  const char* options = std::getenv(variable.c_str());
+  return variable + "=" + (options != nullptr ? std::string(options) + ":" : "") + "handle_segv=0";
+}
+
 TEST_P(ProcessEnd, EndsAsNativelyAndWritesItsReport) {
   const auto& [scenario, code, signal] = GetParam();
   const Scratch scratch;
-  const Outcome outcome = run_scenario(scenario, {report_option(scratch)});
+  const Outcome outcome =
+      run_scenario(scenario, {report_option(scratch), leaves_faults("ASAN_OPTIONS"), leaves_faults("TSAN_OPTIONS")});
   EXPECT_TRUE(signal != 0 ? outcome.killed(signal) : outcome.exited(code)) << outcome;
   if (under_cushion()) {
     EXPECT_EQ(scratch.files(), std::vector<std::string>{"report.json"});
