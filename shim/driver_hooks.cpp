@@ -23,12 +23,11 @@ void thread_comes(CUcontext context) noexcept {
   shared().order.thread_comes(shared().driver, thread_id());
 }
 // And for a variable of a module, if it is one that the host sees too.
-void variable_found(const CUdeviceptr* address, const char* call) noexcept {
+void variable_found(const CUdeviceptr* address) noexcept {
   unsigned managed = 0;
-  InsideDriver inside;
   if (address != nullptr && shared().order.holds() &&
       real_cuPointerGetAttribute(&managed, CU_POINTER_ATTRIBUTE_IS_MANAGED, *address) == CUDA_SUCCESS && managed != 0)
-    ends_order(call);
+    ends_order("a managed variable");
 }
 // Before a question how far the device is: what a free owes is paid.
 void pay() noexcept {
@@ -465,10 +464,10 @@ CUresult hook_cuLaunchKernelEx(const CUlaunchConfig* a, CUfunction b, void** c, 
   return launch(a != nullptr ? a->hStream : nullptr, real_cuLaunchKernelEx, a, b, c, d);
 }
 CUSHION_WITH_ROOM(cuLaunchKernelEx_ptsz, (const CUlaunchConfig* a, CUfunction b, void** c, void** d), a, b, c, d)
-CUSHION_WITH_ROOM(cuLaunchCooperativeKernel,
-                  (CUfunction a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned f, unsigned g, unsigned h,
-                   CUstream i, void** j),
-                  a, b, c, d, e, f, g, h, i, j)
+CUresult hook_cuLaunchCooperativeKernel(CUfunction a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned f,
+                                        unsigned g, unsigned h, CUstream i, void** j) noexcept {
+  return launch(i, real_cuLaunchCooperativeKernel, a, b, c, d, e, f, g, h, i, j);
+}
 CUSHION_WITH_ROOM(cuLaunchCooperativeKernel_ptsz,
                   (CUfunction a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned f, unsigned g, unsigned h,
                    CUstream i, void** j),
@@ -488,8 +487,7 @@ CUresult hook_cuDevicePrimaryCtxRetain(CUcontext* out, CUdevice device) noexcept
   return with_room(real_cuDevicePrimaryCtxRetain, out, device);
 }
 
-// ---- what ends a single order, and what asks how far it is
-// -----------------------------------------------------------
+// ---- what ends a single order, and what asks how far it is -------------------------------------------------------
 
 CUSHION_ENDS_ORDER(cuMemHostRegister, (void* a, std::size_t b, unsigned c), a, b, c)
 CUSHION_ENDS_ORDER(cuMemHostRegister_v2, (void* a, std::size_t b, unsigned c), a, b, c)
@@ -515,13 +513,13 @@ CUSHION_ENDS_ORDER(cuLibraryGetManaged, (CUdeviceptr * a, std::size_t* b, CUlibr
 CUresult hook_cuModuleGetGlobal_v2(CUdeviceptr* address, std::size_t* bytes, CUmodule module,
                                    const char* name) noexcept {
   const CUresult result = real_cuModuleGetGlobal_v2(address, bytes, module, name);
-  if (result == CUDA_SUCCESS) variable_found(address, "a managed variable");
+  if (result == CUDA_SUCCESS) variable_found(address);
   return result;
 }
 CUresult hook_cuLibraryGetGlobal(CUdeviceptr* address, std::size_t* bytes, CUlibrary library,
                                  const char* name) noexcept {
   const CUresult result = real_cuLibraryGetGlobal(address, bytes, library, name);
-  if (result == CUDA_SUCCESS) variable_found(address, "a managed variable");
+  if (result == CUDA_SUCCESS) variable_found(address);
   return result;
 }
 CUresult hook_cuCtxSetCurrent(CUcontext context) noexcept {
