@@ -43,7 +43,7 @@ void Runtime::attend() noexcept {
   // was asked before it is seen.
   page.word.fetch_and(~ControlPage::kAttention, std::memory_order_acq_rel);
   if (toggles_.exchange(0, std::memory_order_relaxed) != 0)
-    set_track(page.level() == TrackLevel::off ? level_when_on() : TrackLevel::off);
+    set_track(page.level() == TrackLevel::off ? tracking_when_on() : Tracking{});
   answer(page);
   publish(page);
 }
@@ -53,12 +53,14 @@ void Runtime::toggle_track() noexcept {
   shared_.page->word.fetch_or(ControlPage::kAttention, std::memory_order_release);
 }
 
-TrackLevel Runtime::level_when_on() const noexcept {
-  return options().track != TrackLevel::off ? options().track : TrackLevel::on;
+Tracking Runtime::tracking_when_on() const noexcept {
+  return options().track.level != TrackLevel::off ? options().track : Tracking{TrackLevel::on};
 }
 
-void Runtime::set_track(TrackLevel level) noexcept {
+void Runtime::set_track(Tracking wanted) noexcept {
+  const TrackLevel level = wanted.level;
   std::atomic<std::uint32_t>& word = shared_.page->word;
+  if (level == TrackLevel::sampled) shared_.page->interval.store(wanted.interval, std::memory_order_relaxed);
   std::uint32_t before = word.load(std::memory_order_relaxed);
   // Relaxed: a block says for itself how it was tracked, so nothing hangs on who sees the level when.
   while (!word.compare_exchange_weak(before, (before & ControlPage::kAttention) | static_cast<std::uint32_t>(level),
@@ -72,7 +74,8 @@ void Runtime::set_track(TrackLevel level) noexcept {
 void Runtime::begin_tracking() noexcept {
   const bool later = options().track_after.ns != 0 || options().track_after.calls != 0;
   if (chosen_) return;
-  shared_.page->word.store(later ? ControlPage::kCounting : static_cast<std::uint32_t>(options().track),
+  shared_.page->interval.store(options().track.interval, std::memory_order_relaxed);
+  shared_.page->word.store(later ? ControlPage::kCounting : static_cast<std::uint32_t>(options().track.level),
                            std::memory_order_relaxed);
 }
 
@@ -80,7 +83,7 @@ void Runtime::count_towards_start() noexcept {
   const TrackStart& after = options().track_after;
   const bool reached = after.calls != 0 ? calls_before_.fetch_add(1, std::memory_order_relaxed) >= after.calls
                                         : monotonic_ns() - program_->loaded.clock.ns >= after.ns;
-  if (reached) set_track(level_when_on());
+  if (reached) set_track(tracking_when_on());
 }
 
 void Runtime::answer(ControlPage& page) noexcept {
@@ -101,8 +104,8 @@ void Runtime::answer(ControlPage& page) noexcept {
 void Runtime::fulfil(ControlPage& page, const std::string& text) noexcept {
   switch (page.kind) {
     case RequestKind::track:
-      if (const std::optional<TrackLevel> level = parse_track(text)) {
-        set_track(*level);
+      if (const std::optional<Tracking> wanted = parse_tracking(text)) {
+        set_track(*wanted);
       } else {
         page.failed = EINVAL;
         put(page.answer, "the process knows no such level");

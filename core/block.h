@@ -27,6 +27,13 @@ constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t power) noexc
   return (value + power - 1) & ~(power - 1);
 }
 
+// What was noted of an allocation when it was made (track.h); zeros: nothing.
+struct Note {
+  std::uint64_t time = 0;  // ticks
+  std::uint32_t thread = 0;
+  std::uint32_t stack = 0;  // its id (stacks.h)
+};
+
 // The call that allocated a block; `kApiNames` is what the report calls it.
 // Superblocks are the arenas' own (arena.h), in no program's hands, and in no report.
 enum class Api : std::uint8_t { malloc, malloc_async, pitch, managed, from_pool, vmm, host, superblock };
@@ -84,8 +91,18 @@ struct Block {
     Idle idle{};  // while free or evented
     Live live;    // while live, freeing or cached
   };
-  std::uint32_t heap = 0;  // while free: index of its heap in the pool
+  union {
+    std::uint32_t heap = 0;        // while free: index of its heap in the pool
+    Relaxed<std::uint32_t> stack;  // while live or freeing: as Note::stack
+  };
   Relaxed<Api> api;
+
+  void set(const Note& note) noexcept {
+    live.time = note.time;
+    live.thread = note.thread;
+    stack = note.stack;
+  }
+  Note note() const noexcept { return {live.time, live.thread, stack}; }
 
   std::uint64_t address() const noexcept { return word().load(std::memory_order_relaxed) & ~(kUnit - 1); }
   BlockState state() const noexcept { return static_cast<BlockState>(word().load(std::memory_order_relaxed) % kUnit); }

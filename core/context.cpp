@@ -45,6 +45,26 @@ inline void turn_to(Lane& lane) noexcept {
     settle_last(lane);
 }
 
+// A block that is being freed, if its call stack is known: told once the lane's lock is given back.
+struct Leaving {
+  explicit Leaving(const Block& block) noexcept : stack(block.stack) {
+    if (stack == 0) [[likely]]
+      return;
+    address = block.address();
+    bytes = block.live.requested;
+    time = block.live.time;
+  }
+  void tell(Stacks& stacks) const noexcept {
+    if (stack != 0) [[unlikely]]
+      stacks.freed(stack, address, bytes, ticks() - time);
+  }
+
+  std::uint32_t stack;
+  std::uint64_t address = 0;
+  std::uint64_t bytes = 0;
+  std::uint64_t time = 0;
+};
+
 // Errors that say "not while a capture is open": the call touched nothing else.
 bool is_capture_error(CUresult r) noexcept {
   return r >= CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED && r <= CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD;
@@ -272,9 +292,7 @@ inline Context::Grant Context::hand_out(Block& block, const Request& request) co
   block.api = request.api;
   block.live.requested = request.bytes;
   block.live.stream = request.stream != nullptr ? static_cast<std::uint32_t>(request.stream->id) : 0;
-  const bool track = shared_.tracks();
-  block.live.time = track ? ticks() : 0;
-  block.live.thread = track ? static_cast<std::uint32_t>(thread_id()) : 0;
+  block.set(request.note);
   return {&block, block.address(), block.size};
 }
 
@@ -288,6 +306,7 @@ bool Context::allocate(const Request& request, CUdeviceptr* out) noexcept try {
     grant = hand_out(*block, request);
     block->set(BlockState::live);
     by.lane->tally.allocated(static_cast<int>(request.api), request.bytes, grant.size);
+    if (request.note.time != 0) by.lane->tally.tracked(request.bytes);
   }
   by.lane->leave();
   turn_to(*by.lane);
@@ -309,6 +328,7 @@ bool Context::allocate_slowly(const Need& need, const Request& request, LaneRef 
     if (!grant) return false;
     by.lane->enter();
     by.lane->tally.allocated(static_cast<int>(request.api), request.bytes, grant.size);
+    if (request.note.time != 0) by.lane->tally.tracked(request.bytes);
     by.lane->leave();
   }
   if (options().init != InitMode::none && !fill(grant.address, request)) {
@@ -325,6 +345,7 @@ void Context::take_back(const Grant& grant, const Request& request, LaneRef by) 
   if (segment == nullptr) return;  // a reset was faster
   const Found found = find(*segment, grant.address);
   if (found.block != grant.block || !found.block->change(found.address, BlockState::live, BlockState::freeing)) return;
+  found.block->stack = 0;  // it never came
   give(found, request.stream, false);
   by.lane->enter();
   bump(by.lane->tally.served[static_cast<int>(request.api)], ~std::uint64_t{0});
@@ -403,7 +424,7 @@ Context::Grant Context::search(Arena& arena, const Need& need, const Request& re
   for_each_arena([&](Arena& a) {
     pool_free += a.pool.free_bytes();
     if (a.index() == 0) held = a.pool.held();
-    hole = std::max(hole, a.pool.largest_free());
+    hole = std::max(hole, a.pool.fragments().largest);
   });
   if (need.size <= pool_free && anything_unclean() && !shared_.gate.may_be_open() && options().oom_wait.ns != 0) {
     count(shared_.counters.memory_waits);
@@ -614,10 +635,12 @@ inline void Context::give(const Found& freed, const StreamIdentity* stream, bool
   }
   Magazine& magazine = by.lane->magazine;
   const std::uint64_t stamp = clean ? 0 : fences_.now();
+  const Leaving leaving(block);
   by.lane->tally.freed(block.live.requested, block.size);
   block.set(BlockState::cached);  // and counted: if it is lost now, it is not counted as lost
   const Magazine::Given given = magazine.give(&block, stamp, magazine_limit_);
   by.lane->leave();
+  leaving.tell(shared_.stacks);
   turn_to(*by.lane);
   if (given != Magazine::Given::kept) give_to_arena(freed, by, stamp, given, stream == nullptr);
 }
@@ -666,6 +689,7 @@ CUresult Context::free(const Found& found) noexcept try {
     return result;
   }
   shared_.count_wait(shared_.counters.free_waits, taken);
+  if (taken > shared_.noticeable_wait) note_wait(taken);
   const bool unserved = peers && !fenced;  // nothing is handed out any more: memory goes where it goes natively
   const bool clean = waits && (unserved || !peers || becomes_idle(0));
   if (clean && !unserved) fences_.completed(stamp);
@@ -678,6 +702,13 @@ CUresult Context::free(const Found& found) noexcept try {
 } catch (...) {  // no host memory
   found.block->change(found.address, BlockState::freeing, BlockState::live);
   return CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+// The call stack costs little beside the wait.
+void Context::note_wait(std::uint64_t taken) noexcept {
+  count(shared_.counters.free_wait_ticks, taken);
+  if (shared_.page->level() < TrackLevel::stacks) return;
+  if (const std::uint32_t stack = shared_.stacks.take(0); stack != 0) shared_.stacks.waited(stack, taken);
 }
 
 bool Context::owes_wait() noexcept {
@@ -736,10 +767,12 @@ CUresult Context::free_evented(const Found& found, const StreamIdentity& stream,
     const LaneRef by = enter_lane(foreign ? nullptr : &stream);
     const std::uint64_t stamp = foreign ? 0 : fences_.now();
     const bool lost = found.generation != arena.generation();
+    const Leaving leaving(*found.block);
     if (!lost) by.lane->tally.freed(found.block->live.requested, found.block->size);
     if (!lost) found.block->set(BlockState::cached);
     by.lane->leave();
     if (lost) return CUDA_SUCCESS;
+    leaving.tell(shared_.stacks);
     turn_to(*by.lane);
     std::lock_guard lock(arena.mutex);
     if (found.generation != arena.generation()) return CUDA_SUCCESS;
@@ -1245,6 +1278,8 @@ void Context::discard() {
     arena.pool.for_each_live([&](const Pool::LiveBlock& block) {
       count(shared_.counters.reset_blocks);
       count(shared_.counters.reset_bytes, block.requested);
+      if (block.note.stack != 0)
+        shared_.stacks.freed(block.note.stack, block.address, block.requested, ticks() - block.note.time);
       gauges_.requested.subtract(block.requested);
       gauges_.handed_out.subtract(block.size);
     });

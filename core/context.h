@@ -42,6 +42,7 @@ struct Request {
   std::uint64_t bytes = 0;
   Api api = Api::malloc;
   const StreamIdentity* stream = nullptr;  // null: host-ordered (cudaMalloc)
+  Note note{};
 };
 
 class Context {
@@ -210,6 +211,7 @@ class Context {
                                        bool is_host);
   bool return_superblocks(Arena& arena, std::uint64_t keep);  // to the global arena; whether there were any
   bool collect();  // empties every magazine, returns every idle superblock; whether there was anything
+  [[gnu::noinline]] void note_wait(std::uint64_t taken) noexcept;  // of a cudaFree
   // Whether a cudaFree may return now and its wait be paid later (single_order.h).
   bool owes_wait() noexcept;
   [[gnu::noinline]] CUresult free_evented(const Found& freed, const StreamIdentity& stream, Context& stream_context);

@@ -30,7 +30,7 @@ enum class RequestState : std::uint64_t { idle, posted, taken, done };
 
 struct ControlPage {
   static constexpr char kMagic[8] = {'C', 'U', 'S', 'H', 'P', 'A', 'G', 'E'};
-  static constexpr std::uint32_t kVersion = 1;  // of this layout
+  static constexpr std::uint32_t kVersion = 2;  // of this layout
   static constexpr std::size_t kContexts = 64;  // later ones are served, and are not in the figures
 
   struct Header {
@@ -48,6 +48,7 @@ struct ControlPage {
   static constexpr std::uint32_t kAttention = 0x100;  // somebody asks for something
   static constexpr std::uint32_t kCounting = 0x200;   // until TRACK_AFTER is reached
   alignas(64) std::atomic<std::uint32_t> word{0};
+  std::atomic<std::uint64_t> interval{0};  // of the level `sampled`, set before it; orders nothing
 
   // The request: text and answer belong to the asker, while it is taken to the process. Askers come one after another:
   // each holds the file's lock. Release and acquire on `request` hand the rest over.
@@ -77,6 +78,11 @@ struct ControlPage {
   } counted;
 
   TrackLevel level() const noexcept { return static_cast<TrackLevel>(word.load(std::memory_order_relaxed) & kLevel); }
+
+  Tracking tracking() const noexcept {
+    const TrackLevel now = level();
+    return {now, now == TrackLevel::sampled ? interval.load(std::memory_order_relaxed) : 0};
+  }
 
   // The gauges of one more context on the device. Callers come one after another.
   Gauges* add_context(int device) noexcept {

@@ -4,7 +4,9 @@
 // writers hold (a lane's) is bumped with a load and a store, which cost less than an atomic addition.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cstdint>
 
 #include "core/block.h"
@@ -28,12 +30,18 @@ inline constexpr int kApis = sizeof(kApiNames) / sizeof(kApiNames[0]);
   CUSHION_COUNTER(reset_bytes, "reset_bytes", "bytes requested of those blocks")                                \
   CUSHION_COUNTER(ipc_refused, "ipc_refused", "IPC handles refused for the pool's blocks")
 
+// Requests by size: class i holds those of i significant bits, so from 2^(i-1) bytes to below 2^i.
+inline constexpr int kSizes = 64;
+constexpr int size_class(std::uint64_t bytes) noexcept { return std::min(static_cast<int>(std::bit_width(bytes)), 63); }
+
 using Counter = std::atomic<std::uint64_t>;
 
 struct Counters {
   Counter served[kApis]{};
   Counter forwarded[kApis]{};
-  Counter wait_ticks{0};  // host time spent waiting, of all kinds
+  Counter sizes[kSizes]{};     // of tracked allocations
+  Counter wait_ticks{0};       // host time spent waiting, of all kinds
+  Counter free_wait_ticks{0};  // of it in cudaFree
 #define CUSHION_COUNTER(field, key, text) Counter field{0};
   CUSHION_COUNTERS(CUSHION_COUNTER)
 #undef CUSHION_COUNTER
@@ -100,8 +108,9 @@ struct Tally {
   };
   Counter served[kApis]{};
   Counter frees{0};
-  Bytes requested;   // by the program
-  Bytes handed_out;  // blocks given for them: requests rounded up
+  Counter sizes[kSizes]{};  // of tracked allocations
+  Bytes requested;          // by the program
+  Bytes handed_out;         // blocks given for them: requests rounded up
 
   explicit Tally(Gauges& to) noexcept : gauges_(to) {}
   [[gnu::always_inline]] void allocated(int api, std::uint64_t asked, std::uint64_t size) noexcept {
@@ -111,6 +120,7 @@ struct Tally {
     if (handed_out.is_much()) [[unlikely]]
       settle();
   }
+  void tracked(std::uint64_t asked) noexcept { bump(sizes[size_class(asked)]); }
   [[gnu::always_inline]] void freed(std::uint64_t asked, std::uint64_t size) noexcept {
     bump(frees);
     requested.subtract(asked);

@@ -174,10 +174,25 @@ bool parse(std::string_view text, std::string_view range, Duration& out) noexcep
   return true;
 }
 
-bool parse(std::string_view text, std::string_view, TrackLevel& out) noexcept {
-  const std::optional<TrackLevel> level = parse_track(text);
-  if (level) out = *level;
-  return level.has_value();
+bool parse(std::string_view text, std::string_view, Tracking& out) noexcept {
+  const std::optional<Tracking> tracking = parse_tracking(text);
+  if (tracking) out = *tracking;
+  return tracking.has_value();
+}
+
+bool parse(std::string_view text, std::string_view range, Count& out) noexcept {
+  const auto number = [](std::string_view digits, std::uint32_t& to) {
+    const auto [rest, error] = std::from_chars(digits.data(), digits.data() + digits.size(), to);
+    return error == std::errc{} && rest == digits.data() + digits.size();
+  };
+  std::uint32_t value = 0;
+  std::uint32_t low = 0;
+  std::uint32_t high = 0;
+  if (!number(text, value) || !number(ends_of(range).first, low) || !number(ends_of(range).second, high) ||
+      value < low || value > high)
+    return false;
+  out = {value};
+  return true;
 }
 
 bool parse(std::string_view text, std::string_view, TrackStart& out) noexcept {
@@ -233,7 +248,12 @@ std::string write(const Size& size, std::string_view) {
 
 std::string write(const Duration& duration, std::string_view) { return with_unit(duration.ns, kDurationUnits); }
 
-std::string write(TrackLevel level, std::string_view) { return std::string(name_of(level)); }
+std::string write(const Tracking& tracking, std::string_view) {
+  std::string text(name_of(tracking.level));
+  return tracking.level == TrackLevel::sampled ? text + ':' + with_unit(tracking.interval, kSizeUnits) : text;
+}
+
+std::string write(const Count& count, std::string_view) { return std::to_string(count.value); }
 
 std::string write(const TrackStart& start, std::string_view) {
   return start.calls != 0 ? std::to_string(start.calls) + "calls" : with_unit(start.ns, kDurationUnits);
@@ -369,6 +389,23 @@ bool left_out(std::string_view filter, std::string_view program) noexcept {
 }
 
 }  // namespace
+
+std::optional<Tracking> parse_tracking(std::string_view text) noexcept {
+  std::string_view rest = text;
+  const std::string_view word = take_until(rest, ':');
+  for (std::size_t i = 0; i < std::size(kTrackLevels); ++i) {
+    if (!same_word(kTrackLevels[i], word)) continue;
+    const auto level = static_cast<TrackLevel>(i);
+    if (level != TrackLevel::sampled) return word.size() == text.size() ? std::optional(Tracking{level}) : std::nullopt;
+    if (word.size() == text.size()) return Tracking{level, Tracking::kInterval};
+    const std::optional<Size> interval = parse_size(rest);
+    if (!interval || interval->percent >= 0 || interval->bytes == 0 || interval->bytes >> 62 != 0) return std::nullopt;
+    return Tracking{level, interval->bytes};
+  }
+  return std::nullopt;
+}
+
+std::string_view tracking_values() noexcept { return find("TRACK")->range; }
 
 std::span<const OptionInfo> option_table() noexcept { return kTable; }
 

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -21,6 +22,7 @@ enum class InitMode : std::uint8_t { none, zero, junk };
 enum class LogLevel : std::uint8_t { off, error, warn, info, debug, trace };
 enum class DisableMode : std::uint8_t { automatic, never, always };
 enum class CtlMode : std::uint8_t { off, on };
+enum class PythonMode : std::uint8_t { automatic, off };
 
 // What INIT=zero and INIT=junk write; junk is NaN as a float or a double, and -1 as an integer.
 constexpr unsigned char fill_byte(InitMode mode) noexcept { return mode == InitMode::zero ? 0 : 0xFF; }
@@ -43,6 +45,10 @@ struct Duration {
   std::uint64_t ns = 0;
 };
 
+struct Count {
+  std::uint32_t value = 0;
+};
+
 struct Options {
 #define CUSHION_OPTION(type, field, name, fallback, range, help) type field{};
 #include "core/options.def"
@@ -57,6 +63,11 @@ struct OptionInfo {
   const char* help;
 };
 std::span<const OptionInfo> option_table() noexcept;
+
+// A level of tracking as CUSHION_TRACK, `cushion ctl` and cushion_set_track take it; nothing if it is none.
+std::optional<Tracking> parse_tracking(std::string_view text) noexcept;
+// The values that it takes, for a person.
+std::string_view tracking_values() noexcept;
 
 // What is wrong with `value` for the option `name` (without CUSHION_): empty if it is valid, else one line
 // without a newline that names the option, the value and the valid ones.

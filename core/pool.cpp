@@ -252,14 +252,17 @@ void Pool::abandon() noexcept {
   held_ = free_ = unused_ = 0;
 }
 
-std::uint64_t Pool::largest_free() const noexcept {
-  std::uint64_t largest = 0;
+Pool::Fragments Pool::fragments() const noexcept {
+  Fragments fragments;
   for (const Segment* s = segments_; s != nullptr; s = s->next) {
     for (const Block* b = s->first; b != nullptr; b = b->upper) {
-      if (b->state() == BlockState::free) largest = std::max(largest, b->size);
+      if (b->state() != BlockState::free) continue;
+      fragments.largest = std::max(fragments.largest, b->size);
+      fragments.bytes += b->size;
+      fragments.squares += static_cast<double>(b->size) * static_cast<double>(b->size);
     }
   }
-  return largest;
+  return fragments;
 }
 
 bool Pool::valid() const noexcept {

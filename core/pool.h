@@ -64,7 +64,13 @@ class Pool {
   std::uint64_t held() const noexcept { return held_; }        // bytes of all segments
   std::uint64_t unused() const noexcept { return unused_; }    // bytes of segments wholly free, in whatever heap
   std::uint64_t free_bytes() const noexcept { return free_; }  // bytes of free blocks, evented ones too
-  std::uint64_t largest_free() const noexcept;                 // walks the blocks: for diagnosis only
+  // How free memory is cut up; evented blocks are left out. Walks the blocks: for diagnosis only.
+  struct Fragments {
+    std::uint64_t largest = 0;  // bytes
+    std::uint64_t bytes = 0;    // of all
+    double squares = 0;         // of their sizes, added up; divided by bytes²: 1 if there is one piece
+  };
+  Fragments fragments() const noexcept;
 
   // Whether every invariant holds (block.h, heap.h, the sums above). For tests and debug builds: walks everything.
   bool valid() const noexcept;
@@ -72,9 +78,10 @@ class Pool {
   // Calls visit(const LiveBlock&) for each block in the program's hands. Such blocks change hands without the arena's
   // lock: one that becomes cached while it is read is left out.
   struct LiveBlock {
+    std::uint64_t address;
     std::uint64_t size;
     std::uint64_t requested;
-    std::uint64_t time;
+    Note note;
     std::uint32_t stream;
     Api api;
   };
@@ -83,7 +90,11 @@ class Pool {
     for (const Segment* s = segments_; s != nullptr; s = s->next) {
       for (const Block* b = s->first; b != nullptr; b = b->upper) {
         if (!in_use(*b) || b->api == Api::superblock) continue;
-        const LiveBlock live{b->size, b->live.requested.acquire(), b->live.time.acquire(), b->live.stream.acquire(),
+        const LiveBlock live{b->address(),
+                             b->size,
+                             b->live.requested.acquire(),
+                             {b->live.time.acquire(), b->live.thread.acquire(), b->stack.acquire()},
+                             b->live.stream.acquire(),
                              b->api.acquire()};
         if (in_use(*b)) visit(live);  // still: what was read belongs together
       }

@@ -1,5 +1,6 @@
 #include "core/report.h"
 
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/stat.h>
@@ -7,6 +8,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <string_view>
@@ -76,17 +78,20 @@ class Out {
   char buffer_[2048];
 };
 
-// Live blocks of one device, call, stream and size, of those that were tracked or of those that were not.
+// Live blocks of one device, call, stream, thread, call stack and size, of those that were tracked or of those that
+// were not.
 struct LiveGroup {
   std::uint64_t size = 0;
   std::uint64_t count = 0;
   std::uint64_t oldest = 0;  // ticks; 0: allocated while tracking was off, as all of the group
   std::uint32_t stream = 0;  // 0: host-ordered
+  std::uint32_t thread = 0;  // 0: unknown
+  std::uint32_t stack = 0;   // its id (stacks.h)
   int device = 0;
   Api api = Api::malloc;
   bool foreign = false;
 
-  auto key() const noexcept { return std::make_tuple(device, foreign, api, stream, size, oldest == 0); }
+  auto key() const noexcept { return std::make_tuple(device, foreign, api, stream, thread, stack, size, oldest == 0); }
 };
 
 // The live blocks of the process, grouped, in scratch memory of their own.
@@ -124,12 +129,14 @@ class LiveList {
     runtime.shared().for_each_context([&](Context& context) {
       all = context.inspect(patience, [&](const Pool& pool) {
         pool.for_each_live([&](const Pool::LiveBlock& b) {
-          each(LiveGroup{b.requested, 1, b.time, b.stream, context.device(), b.api, false});
+          each(LiveGroup{b.requested, 1, b.note.time, b.stream, b.note.thread, b.note.stack, context.device(), b.api,
+                         false});
         });
       }) && all;
     });
     return runtime.for_each_foreign(patience, [&](CUdeviceptr, const ForeignBlock& b) {
-      each(LiveGroup{b.size, 1, b.time, b.stream, b.device, b.api, b.server == nullptr});
+      each(LiveGroup{b.size, 1, b.note.time, b.stream, b.note.thread, b.note.stack, b.device, b.api,
+                     b.server == nullptr});
     }) && all;
   }
   void merge() noexcept {
@@ -202,6 +209,8 @@ class Writer {
   Writer(Runtime& runtime, const char* how, Patience patience, Out& out) noexcept
       : runtime_(runtime),
         shared_(runtime.shared()),
+        stacks_(shared_.stacks),
+        patience_(patience),
         counters_(shared_),
         program_(runtime.program()),
         how_(how),
@@ -229,8 +238,10 @@ class Writer {
       out_.quoted(setting);
       comma = ", ";
     }
-    out_.print("}},\n  \"tracking\": {{\"level\": \"{}\", \"switches\": {}}},\n  \"marks\": [",
-               name_of(shared_.page->level()), runtime_.track_switches());
+    out_.raw("},\n  \"tracking\": {\"level\": \"");
+    print_level();
+    out_.print("\", \"switches\": {}, \"stacks_lost\": {}}},\n  \"marks\": [", runtime_.track_switches(),
+               stacks_.lost());
     comma = "";
     for (const NamedMoment& mark : runtime_.marks()) {
       out_.raw(comma);
@@ -249,6 +260,11 @@ class Writer {
         out_.print(", \"{}\": {{\"current\": {}, \"peak\": {}}}", DeviceBytes::kKeys[i], bytes.current[i],
                    bytes.peak[i]);
       }
+      const Pool::Fragments fragments = fragments_of(d);
+      if (fragments.bytes != 0) {
+        out_.print(", \"fragmentation\": {{\"largest_free\": {}, \"free\": {}, \"free_squares\": {:.6f}}}",
+                   fragments.largest, fragments.bytes, share_of_squares(fragments));
+      }
       out_.raw("}");
       comma = ",\n";
     }
@@ -265,7 +281,13 @@ class Writer {
     out_.print("}},\n  \"driver\": {{\"version\": {}, \"calls\": {}, \"seconds\": {:.9f}}},\n", shared_.driver.version,
                shared_.driver.calls.load(std::memory_order_relaxed),
                tick_.seconds(shared_.driver.time.load(std::memory_order_relaxed)));
-    out_.print("  \"waits\": {{\"count\": {}, \"seconds\": {:.9f}}},\n", waits(), tick_.seconds(counters_.wait_ticks));
+    out_.print("  \"waits\": {{\"count\": {}, \"seconds\": {:.9f}, \"free_seconds\": {:.9f}}},\n", waits(),
+               tick_.seconds(counters_.wait_ticks), tick_.seconds(counters_.free_wait_ticks));
+    timeline();
+    histograms();
+    modules();
+    frames();
+    stacks();
     if (const char* order = single_order()) out_.print("  \"single_order_ended_by\": \"{}\",\n", order);
     out_.print("  \"live_complete\": {},\n  \"live\": [", live_.complete());
     comma = "\n";
@@ -274,6 +296,8 @@ class Writer {
           "{}    {{\"size\": {}, \"count\": {}, \"api\": \"{}\", \"served_by\": \"{}\", \"device\": {}, \"stream\": ",
           comma, g.size, g.count, kApiNames[static_cast<int>(g.api)], g.foreign ? "driver" : "pool", g.device);
       print_stream(g, "null", "\"");
+      if (g.thread != 0) out_.print(", \"thread\": {}", g.thread);
+      if (g.stack != 0) out_.print(", \"stack\": {}", g.stack - 1);
       if (g.oldest != 0) {
         out_.print(", \"oldest_age_s\": {:.6f}}}", tick_.seconds(now_.tick - g.oldest));
       } else {
@@ -343,6 +367,7 @@ class Writer {
         out_.raw("  allocated while tracking was off");
       }
       out_.raw(g.foreign ? "  (from the driver)\n" : "\n");
+      if (g.stack != 0) print_stack(g.stack, "            ");
     }
     if (live_.size() > kMost)
       out_.print("          and {} more groups (CUSHION_REPORT=FILE lists all)\n", live_.size() - kMost);
@@ -381,8 +406,165 @@ class Writer {
     out_.print("{:>{}}", text, width);
   }
 
+  void print_level() noexcept {
+    const Tracking tracking = shared_.page->tracking();
+    out_.raw(name_of(tracking.level));
+    if (tracking.level == TrackLevel::sampled) out_.print(":{}", tracking.interval);
+  }
+  Pool::Fragments fragments_of(int device) noexcept {
+    Pool::Fragments all;
+    shared_.for_each_context([&](Context& context) {
+      if (context.device() != device) return;
+      context.inspect(patience_, [&](const Pool& pool) {
+        const Pool::Fragments one = pool.fragments();
+        all.largest = std::max(all.largest, one.largest);
+        all.bytes += one.bytes;
+        all.squares += one.squares;
+      });
+    });
+    return all;
+  }
+  static double share_of_squares(const Pool::Fragments& f) noexcept {
+    const double all = static_cast<double>(f.bytes);
+    return all != 0 ? f.squares / (all * all) : 0;
+  }
+  double age(std::uint64_t tick) const noexcept { return tick < now_.tick ? tick_.seconds(now_.tick - tick) : 0; }
+
+  void timeline() noexcept {
+    const TimeLine& line = runtime_.timeline();
+    if (line.size() == 0) return;
+    out_.raw("  \"timeline\": [");
+    const char* comma = "\n";
+    std::uint64_t last = 0;
+    for (std::size_t i = 0; i < line.size(); ++i) {
+      const std::uint64_t tick = line[i].tick;
+      if (tick <= last) continue;
+      last = tick;
+      out_.print("{}    {{\"time_s\": {:.6f}, \"live\": {}, \"held\": {}}}", comma, duration() - age(tick),
+                 std::uint64_t{line[i].live}, std::uint64_t{line[i].held});
+      comma = ",\n";
+    }
+    out_.raw("\n  ],\n");
+  }
+  // bucket(i): from, below, count; below 0: no end.
+  template <class Bucket>
+  void histogram(const char* key, int buckets, Bucket bucket) noexcept {
+    const char* comma = "\n";
+    bool any = false;
+    for (int i = 0; i < buckets; ++i) {
+      const auto [from, below, count] = bucket(i);
+      if (count == 0) continue;
+      if (!any) out_.print("  \"{}\": [", key);
+      any = true;
+      out_.print("{}    {{\"from\": {:.9g}, \"below\": {:.9g}, \"count\": {}}}", comma, from, below, count);
+      comma = ",\n";
+    }
+    if (any) out_.raw("\n  ],\n");
+  }
+  void histograms() noexcept {
+    const auto power = [](int i) { return i == 0 ? 0.0 : std::ldexp(1.0, i - 1); };
+    struct Bucket {
+      double from;
+      double below;
+      std::uint64_t count;
+    };
+    histogram("size_histogram", kSizes, [&](int i) { return Bucket{power(i), power(i + 1), counters_.sizes[i]}; });
+    histogram("lifetime_histogram", static_cast<int>(Stacks::kAges), [&](int i) {
+      const double tick = tick_.seconds(std::uint64_t{1} << 32) * 0x1p-32;
+      return Bucket{power(i) * tick, power(i + 1) * tick, whole(stacks_.ages()[static_cast<std::size_t>(i)])};
+    });
+  }
+  static std::uint64_t whole(std::uint64_t count) noexcept { return (count + Stacks::kOne / 2) / Stacks::kOne; }
+
+  void modules() noexcept {
+    const Modules& modules = stacks_.modules();
+    if (modules.size() == 0) return;
+    out_.raw("  \"modules\": [");
+    const char* comma = "\n";
+    for (std::size_t i = 0; i < modules.size(); ++i) {
+      out_.print("{}    {{\"path\": ", comma);
+      out_.quoted(modules[i].path);
+      out_.raw(", \"build_id\": \"");
+      for (std::size_t b = 0; b < modules[i].build_id_size; ++b) out_.print("{:02x}", modules[i].build_id[b]);
+      out_.raw("\"}");
+      comma = ",\n";
+    }
+    out_.raw("\n  ],\n");
+  }
+  void frames() noexcept {
+    if (stacks_.frame_count() == 0) return;
+    out_.raw("  \"frames\": [");
+    const char* comma = "\n";
+    for (std::size_t i = 0; i < stacks_.frame_count(); ++i) {
+      const Stacks::Frame& frame = stacks_.frame(i);
+      out_.raw(comma);
+      if (frame.python != Stacks::kNativeCode) {
+        const Python::Code& code = stacks_.python().code(frame.python);
+        out_.raw("    {\"function\": ");
+        out_.quoted(code.function);
+        out_.raw(", \"file\": ");
+        out_.quoted(code.file);
+        out_.print(", \"line\": {}}}", frame.line);
+      } else if (frame.module >= 0) {
+        out_.print("    {{\"module\": {}, \"offset\": {}}}", frame.module, frame.offset);
+      } else {
+        out_.print("    {{\"address\": {}}}", frame.offset);
+      }
+      comma = ",\n";
+    }
+    out_.raw("\n  ],\n");
+  }
+  void stacks() noexcept {
+    if (stacks_.size() == 0) return;
+    out_.raw("  \"stacks\": [");
+    const char* comma = "\n";
+    for (std::uint32_t id = 1; id <= stacks_.size(); ++id) {
+      const Stacks::Stack& stack = stacks_[id];
+      out_.print("{}    {{\"frames\": [", comma);
+      for (std::uint32_t i = 0; i < stack.depth; ++i) out_.print("{}{}", i != 0 ? "," : "", stack.frames[i]);
+      const Stacks::Amount peak = stacks_.at_peak(stack);
+      out_.print(
+          "], \"interval\": {}, \"allocations\": {}, \"bytes\": {}, \"live\": {}, \"live_bytes\": {}, \"peak\": {}, "
+          "\"peak_bytes\": {}, \"temporary\": {}, \"waits\": {}, \"wait_s\": {:.9f}}}",
+          stack.interval, whole(stack.allocated.count), std::uint64_t{stack.allocated.bytes}, whole(stack.live.count),
+          std::uint64_t{stack.live.bytes}, whole(peak.count), peak.bytes, whole(stack.temporary),
+          std::uint64_t{stack.waits}, tick_.seconds(stack.wait_ticks));
+      comma = ",\n";
+    }
+    out_.raw("\n  ],\n");
+  }
+
+  // A call stack for a person who has nothing but this text: what the dynamic linker knows of names, unless this is a
+  // signal handler, which may not ask it. `cushion report` names functions, files and lines.
+  void print_stack(std::uint32_t id, std::string_view indent) noexcept {
+    const Stacks::Stack& stack = stacks_[id];
+    constexpr std::uint32_t kMost = 12;
+    for (std::uint32_t i = 0; i < std::min(stack.depth, kMost); ++i) {
+      const Stacks::Frame& frame = stacks_.frame(stack.frames[i]);
+      out_.raw(indent);
+      if (frame.python != Stacks::kNativeCode) {
+        const Python::Code& code = stacks_.python().code(frame.python);
+        out_.print("{} at {}:{}\n", Printable<120>(code.function).view(), Printable<200>(code.file).view(), frame.line);
+        continue;
+      }
+      if (frame.module < 0) {
+        out_.print("0x{:x}\n", frame.offset);
+        continue;
+      }
+      const Module& module = stacks_.modules()[static_cast<std::size_t>(frame.module)];
+      Dl_info info{};
+      if (patience_ != Patience::none && !module.gone.load(std::memory_order_relaxed) &&
+          dladdr(reinterpret_cast<void*>(module.bias + frame.offset), &info) != 0 && info.dli_sname != nullptr)
+        out_.print("{} in ", Printable<160>(info.dli_sname).view());
+      out_.print("{}+0x{:x}\n", Printable<200>(module.path).view(), frame.offset);
+    }
+    if (stack.depth > kMost) out_.print("{}and {} more calls\n", indent, stack.depth - kMost);
+  }
+
   const Runtime& runtime_;
   Shared& shared_;
+  const Stacks& stacks_;
+  const Patience patience_;
   const Totals counters_;
   const Runtime::Program& program_;
   const char* how_;
@@ -545,7 +727,7 @@ void write_report(Runtime& runtime, const char* how, Patience patience) noexcept
   const ReportFile& file = runtime.program().report;
   const char* path = file.path.c_str();
   if (*path == '\0') {
-    if (runtime.options().track == TrackLevel::off || !runtime.options().report.empty()) return;
+    if (runtime.options().track.level == TrackLevel::off || !runtime.options().report.empty()) return;
     Out out(STDERR_FILENO);
     Writer(runtime, how, patience, out).text();
     out.finish();

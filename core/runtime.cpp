@@ -69,6 +69,7 @@ bool Runtime::start(const char* const* environment, const char* program, const L
   about->pid = getpid();
   about->loaded = loaded;
   shared_.noticeable_wait = TickLength(loaded.clock, ClockPair::now()).ticks_in(10e-6);
+  timeline_.configure(10 * shared_.noticeable_wait);  // 100 µs
   about->options = describe(read.options);
   program_ = about;
   events_ = new std::unordered_map<CUevent, Known>;
@@ -82,6 +83,7 @@ bool Runtime::start(const char* const* environment, const char* program, const L
     page->word.store(shared_.own_page.word.load(std::memory_order_relaxed), std::memory_order_relaxed);
     shared_.page = page;
   }
+  shared_.stacks.configure(options().stack_depth.value, options().python == PythonMode::automatic);
   begin_tracking();
 
   log::open(options().log_level, expand_path(options().log_file, about->pid, about->host, about->name));
@@ -268,7 +270,38 @@ bool Runtime::malloc(CUdeviceptr* out, std::size_t bytes, Api api) noexcept {
   Context* context = current_context();
   if (context == nullptr) return false;
   return options().allocator == AllocatorKind::async ? serve_from_driver_pool(*context, out, bytes, api)
-                                                     : context->allocate({bytes, api, nullptr}, out);
+                                                     : serve(*context, {bytes, api, nullptr, note(bytes)}, out);
+}
+
+inline bool Runtime::serve(Context& context, const Request& request, CUdeviceptr* out) noexcept {
+  if (!context.allocate(request, out)) return false;
+  came(request.note, *out, request.bytes);
+  return true;
+}
+
+void Runtime::add_to_timeline(std::uint64_t tick) noexcept {
+  timeline_.add(tick, [&](std::uint64_t& live, std::uint64_t& held) {
+    shared_.for_each_context([&](const Context& context) {
+      const Usage usage = context.usage();
+      live += usage.requested.current();
+      held += usage.held.current();
+    });
+    for (int device = 0; device < kDevices; ++device) {
+      const std::uint64_t forwarded = shared_.forwarded(device).current() + shared_.from_driver_pool(device).current();
+      live += forwarded;
+      held += forwarded;
+    }
+  });
+}
+
+Note Runtime::note_now(std::uint64_t bytes) noexcept {
+  Note note{ticks(), static_cast<std::uint32_t>(thread_id()), 0};
+  const Tracking tracking = shared_.page->tracking();
+  if (timeline_.due(note.time)) [[unlikely]]
+    add_to_timeline(note.time);
+  if (tracking.level == TrackLevel::stacks) note.stack = shared_.stacks.take(0);
+  if (tracking.level == TrackLevel::sampled) note.stack = shared_.stacks.sample(bytes, tracking.interval);
+  return note;
 }
 
 bool Runtime::malloc_async(CUdeviceptr* out, std::size_t bytes, CUstream stream) noexcept {
@@ -284,7 +317,7 @@ bool Runtime::malloc_async(CUdeviceptr* out, std::size_t bytes, CUstream stream)
     context->async().prepare();
     return false;
   }
-  return context->allocate({bytes, Api::malloc_async, identity}, out);
+  return serve(*context, {bytes, Api::malloc_async, identity, note(bytes)}, out);
 }
 
 bool Runtime::serve_from_driver_pool(Context& context, CUdeviceptr* out, std::size_t bytes, Api api) noexcept {
@@ -292,7 +325,7 @@ bool Runtime::serve_from_driver_pool(Context& context, CUdeviceptr* out, std::si
   const std::uint64_t generation = context.generation();
   PoolBlock served;
   if (!context.async().allocate(bytes, &served)) return false;
-  ForeignBlock block{bytes, shared_.tracks() ? ticks() : 0, context.handle(), context.device(), api};
+  ForeignBlock block{bytes, note(bytes), context.handle(), context.device(), api};
   block.server = &context;
   block.base = served.base;
   try {
@@ -304,6 +337,8 @@ bool Runtime::serve_from_driver_pool(Context& context, CUdeviceptr* out, std::si
     context.async().free(served.base);
     return false;
   }
+  came(block.note, served.address, bytes);
+  if (block.note.time != 0) count(shared_.counters.sizes[size_class(bytes)]);
   count(shared_.counters.served[static_cast<int>(api)]);
   *out = served.address;
   return true;
@@ -327,6 +362,7 @@ std::optional<CUresult> Runtime::free_to_driver_pool(CUdeviceptr address, Free f
   const auto found = foreign_->find(address);
   if (found == foreign_->end() || found->second.serial != block.serial) return result;  // reset, or handed out anew
   if (result == CUDA_SUCCESS) {
+    left(block.note, address, block.size);
     foreign_bytes(block).subtract(block.size);
     foreign_->erase(found);
   } else {
@@ -345,6 +381,7 @@ std::optional<CUresult> Runtime::free_stream_ordered(CUdeviceptr address) noexce
   const std::optional<CUresult> result = context != nullptr ? context->async().free_in_order(address) : std::nullopt;
   if (result == CUDA_SUCCESS) {
     count(shared_.counters.frees_forwarded);
+    foreign_freed(address, *block);
   } else {
     restore_foreign(address, *block);
   }
@@ -403,7 +440,7 @@ void Runtime::forwarded_block(Api api, CUdeviceptr address, std::size_t bytes, C
                               bool stream_ordered) noexcept try {
   if (address == 0) return;
   const Driver& driver = shared_.driver;
-  ForeignBlock block{bytes, shared_.tracks() ? ticks() : 0, nullptr, 0, api};
+  ForeignBlock block{bytes, note(bytes), nullptr, 0, api};
   {
     InsideDriver inside;
     CUdevice device = 0;
@@ -417,6 +454,8 @@ void Runtime::forwarded_block(Api api, CUdeviceptr address, std::size_t bytes, C
     if (stream_ordered && !is_legacy(stream) && driver.cuStreamGetId != nullptr) driver.cuStreamGetId(stream, &id);
     if (stream_ordered) block.stream = static_cast<std::uint32_t>(id);
   }
+  came(block.note, address, bytes);
+  if (block.note.time != 0) count(shared_.counters.sizes[size_class(bytes)]);
   restore_foreign(address, block);
 } catch (...) {  // no host memory to remember it by: the report will lack it
 }
@@ -434,6 +473,7 @@ std::optional<ForeignBlock> Runtime::forget_foreign(CUdeviceptr address) noexcep
 void Runtime::add_foreign(CUdeviceptr address, const ForeignBlock& block) {
   const auto [at, fresh] = foreign_->try_emplace(address, block);
   if (!fresh) {  // the old one was freed out of our sight, or its free has not returned yet
+    left(at->second.note, address, at->second.size);
     foreign_bytes(at->second).subtract(at->second.size);
     at->second = block;
   }
@@ -631,6 +671,7 @@ void Runtime::ended(CUcontext handle) noexcept try {
   std::lock_guard lock(foreign_mutex_);
   std::erase_if(*foreign_, [&](const auto& entry) {
     if (!gone(entry.second)) return false;
+    left(entry.second.note, entry.first, entry.second.size);
     foreign_bytes(entry.second).subtract(entry.second.size);
     if (entry.second.server != nullptr) {
       count(shared_.counters.reset_blocks);

@@ -20,6 +20,7 @@
 #include "core/patience.h"
 #include "core/report.h"
 #include "core/shared.h"
+#include "core/timeline.h"
 
 namespace cushion {
 
@@ -27,7 +28,7 @@ namespace cushion {
 // allocator served.
 struct ForeignBlock {
   std::uint64_t size = 0;
-  std::uint64_t time = 0;
+  Note note;
   CUcontext context = nullptr;
   int device = 0;
   Api api = Api::malloc;
@@ -77,6 +78,7 @@ class Runtime {
   // again, and comes back if the free fails.
   std::optional<ForeignBlock> forget_foreign(CUdeviceptr address) noexcept;
   void restore_foreign(CUdeviceptr address, const ForeignBlock& block) noexcept;
+  void foreign_freed(CUdeviceptr address, const ForeignBlock& block) noexcept { left(block.note, address, block.size); }
   // A forwarded call for `bytes` (0: unknown) answered out of memory: gives back what is cached in any context, waiting
   // at most OOM_WAIT for it. True if memory went back and it is worth asking again.
   bool relieve(std::size_t bytes) noexcept;
@@ -123,16 +125,17 @@ class Runtime {
   // ---- while the program runs (attention.cpp)
   // What is asked for is done: called by an allocation where shared().wants_attention(), and by the helper thread.
   [[gnu::noinline]] void attend() noexcept;
-  void set_track(TrackLevel level) noexcept;
+  void set_track(Tracking wanted) noexcept;
   // The same before start(), and not beside it: then the environment does not decide.
-  void choose_track(TrackLevel level) noexcept {
-    set_track(level);
+  void choose_track(Tracking wanted) noexcept {
+    set_track(wanted);
     chosen_ = true;
   }
   void toggle_track() noexcept;               // at the next allocation; safe in a signal handler
   bool mark(std::string_view name) noexcept;  // false: there are too many already
   int report_now(const char* path) noexcept;  // null: as text to stderr. 0, or an errno
   const Marks& marks() const noexcept { return marks_; }
+  const TimeLine& timeline() const noexcept { return timeline_; }
   std::uint64_t track_switches() const noexcept { return switches_.load(std::memory_order_relaxed); }
   void forked() noexcept { control_file_.detach(); }  // in the child
 
@@ -183,6 +186,21 @@ class Runtime {
   // cuMemFree of what cuMemAllocAsync gave the program, where the async allocator sees to it (async.h).
   std::optional<CUresult> free_stream_ordered(CUdeviceptr address) noexcept;
 
+  bool serve(Context& context, const Request& request, CUdeviceptr* out) noexcept;
+  // What is noted of an allocation about to be made, as the level says.
+  Note note(std::uint64_t bytes) noexcept { return shared_.tracks() ? note_now(bytes) : Note{}; }
+  Note note_now(std::uint64_t bytes) noexcept;
+  [[gnu::noinline]] void add_to_timeline(std::uint64_t tick) noexcept;
+  // A block whose note has a stack came, and left.
+  void came(const Note& note, CUdeviceptr address, std::uint64_t bytes) noexcept {
+    if (note.stack != 0) [[unlikely]]
+      shared_.stacks.allocated(note.stack, address, bytes);
+  }
+  void left(const Note& note, CUdeviceptr address, std::uint64_t bytes) noexcept {
+    if (note.stack != 0) [[unlikely]]
+      shared_.stacks.freed(note.stack, address, bytes, ticks() - note.time);
+  }
+
   // These want foreign_mutex_.
   void add_foreign(CUdeviceptr address, const ForeignBlock& block);
   Gauge& foreign_bytes(const ForeignBlock& block) noexcept {
@@ -190,7 +208,7 @@ class Runtime {
     return block.server != nullptr ? shared_.from_driver_pool(device) : shared_.forwarded(device);
   }
 
-  TrackLevel level_when_on() const noexcept;
+  Tracking tracking_when_on() const noexcept;
   void begin_tracking() noexcept;
   void count_towards_start() noexcept;
   void answer(ControlPage& page) noexcept;
@@ -205,6 +223,7 @@ class Runtime {
   std::atomic<std::uint64_t> switches_{0};      // of the level; orders nothing
   bool chosen_ = false;                         // by the program, before start()
   Marks marks_;
+  TimeLine timeline_;
   Program* program_ = nullptr;
   std::atomic<bool> reported_{false};
 

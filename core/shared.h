@@ -11,6 +11,7 @@
 #include "core/driver.h"
 #include "core/options.h"
 #include "core/single_order.h"
+#include "core/stacks.h"
 #include "core/streams.h"
 
 namespace cushion {
@@ -37,6 +38,7 @@ struct Shared {
   Gauge& from_driver_pool(int device) noexcept {
     return page->devices[static_cast<std::size_t>(device)].from_driver_pool;
   }
+  Stacks stacks;
   const Options* options = nullptr;  // set once, before the first context
 
   // Contexts are added and never removed (a handle that comes again finds its old object), so readers need no lock:

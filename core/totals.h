@@ -15,7 +15,9 @@ namespace cushion {
 struct Totals {
   std::uint64_t served[kApis]{};
   std::uint64_t forwarded[kApis]{};
+  std::uint64_t sizes[kSizes]{};
   std::uint64_t wait_ticks = 0;
+  std::uint64_t free_wait_ticks = 0;
 #define CUSHION_COUNTER(field, key, text) std::uint64_t field = 0;
   CUSHION_COUNTERS(CUSHION_COUNTER)
 #undef CUSHION_COUNTER
@@ -26,6 +28,7 @@ struct Totals {
   }
   void add(const Tally& from) noexcept {
     for (int i = 0; i < kApis; ++i) served[i] += from.served[i].load(std::memory_order_relaxed);
+    for (int i = 0; i < kSizes; ++i) sizes[i] += from.sizes[i].load(std::memory_order_relaxed);
     frees_served += from.frees.load(std::memory_order_relaxed);
   }
   void add(const Counters& from) noexcept {
@@ -33,7 +36,9 @@ struct Totals {
       served[i] += from.served[i].load(std::memory_order_relaxed);
       forwarded[i] += from.forwarded[i].load(std::memory_order_relaxed);
     }
+    for (int i = 0; i < kSizes; ++i) sizes[i] += from.sizes[i].load(std::memory_order_relaxed);
     wait_ticks += from.wait_ticks.load(std::memory_order_relaxed);
+    free_wait_ticks += from.free_wait_ticks.load(std::memory_order_relaxed);
 #define CUSHION_COUNTER(field, key, text) field += from.field.load(std::memory_order_relaxed);
     CUSHION_COUNTERS(CUSHION_COUNTER)
 #undef CUSHION_COUNTER

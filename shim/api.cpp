@@ -29,7 +29,7 @@ CUSHION_API int cushion_mark(const char* name) noexcept;
 CUSHION_API int cushion_report(const char* path) noexcept;
 
 int cushion_set_track(const char* level) noexcept {
-  const std::optional<TrackLevel> wanted = level != nullptr ? parse_track(level) : std::nullopt;
+  const std::optional<Tracking> wanted = level != nullptr ? parse_tracking(level) : std::nullopt;
   if (!wanted) return CUSHION_INVALID;
   if (choose_track_before_start(*wanted)) return CUSHION_OK;
   Runtime* rt = running();

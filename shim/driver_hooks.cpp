@@ -101,6 +101,7 @@ CUresult free_block(CUdeviceptr address, Ours ours, const Real<Fn>& real, Args..
   const std::optional<ForeignBlock> foreign = rt.forget_foreign(address);
   const CUresult result = real(args...);
   if (result != CUDA_SUCCESS && foreign) rt.restore_foreign(address, *foreign);
+  if (result == CUDA_SUCCESS && foreign) rt.foreign_freed(address, *foreign);
   if (result == CUDA_SUCCESS && address != 0) count(shared().counters.frees_forwarded);
   return result;
 }

@@ -199,11 +199,11 @@ bool may_start() noexcept {
   return g_life.load(std::memory_order_acquire) == Life::fresh && !inert(program_invocation_short_name);
 }
 
-bool choose_track_before_start(TrackLevel level) noexcept {
+bool choose_track_before_start(Tracking wanted) noexcept {
   if (!may_start()) return false;
   std::lock_guard lock(g_start_mutex);
   if (g_life.load(std::memory_order_relaxed) != Life::fresh) return false;
-  runtime().choose_track(level);
+  runtime().choose_track(wanted);
   return true;
 }
 

@@ -35,7 +35,7 @@ inline Runtime* serving_allocation() noexcept {
 
 // For the C API. Before the first device allocation, in a program that Cushion will serve (as far as the environment
 // says): sets the level to begin with. False otherwise.
-bool choose_track_before_start(TrackLevel level) noexcept;
+bool choose_track_before_start(Tracking wanted) noexcept;
 bool may_start() noexcept;
 
 }  // namespace cushion

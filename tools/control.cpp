@@ -13,6 +13,7 @@
 #include <map>
 #include <thread>
 
+#include "core/options.h"
 #include "core/ticks.h"
 #include "core/utf8.h"
 #include "tools/figures.h"
@@ -67,7 +68,10 @@ Figures read_figures(const OpenPage& page) {
   Figures figures;
   figures.key = page->header.key;
   figures.program = Printable<60>(bounded(page->header.program)).view();
-  figures.track = name_of(page->level());
+  const Tracking tracking = page->tracking();
+  figures.track = tracking.level == TrackLevel::sampled
+                      ? fmt::format("sampled:{}", shown_bytes(tracking.interval))
+                      : std::string(name_of(tracking.level));
   figures.helper = page->header.helper != 0;
   std::map<int, DeviceFigures> devices;
   const auto of = [&](int device) -> DeviceFigures& {
@@ -183,10 +187,9 @@ int request(std::int64_t pid, RequestKind kind, const std::string& text, const s
 }  // namespace
 
 int ctl_track(std::int64_t pid, const std::string& level) {
-  if (!parse_track(level)) {
-    std::string levels;
-    for (const std::string_view name : kTrackLevels) levels.append(levels.empty() ? "" : ", ").append(name);
-    fmt::print(stderr, "cushion: {} is no level of tracking: use {}\n", Printable<64>(level).view(), levels);
+  if (!parse_tracking(level)) {
+    fmt::print(stderr, "cushion: {} is no level of tracking: use {}\n", Printable<64>(level).view(),
+               tracking_values());
     return 2;
   }
   return request(pid, RequestKind::track, level);

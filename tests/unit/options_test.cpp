@@ -60,7 +60,7 @@ TEST(Options, EnumeratorsStandInTheOrderOfTheirWords) {
   EXPECT_EQ(valid({"CUSHION_FREE=deferred"}).free, FreeMode::deferred);
   EXPECT_EQ(valid({"CUSHION_INIT=zero"}).init, InitMode::zero);
   EXPECT_EQ(valid({"CUSHION_INIT=JUNK"}).init, InitMode::junk);
-  EXPECT_EQ(valid({"CUSHION_TRACK=on"}).track, TrackLevel::on);
+  EXPECT_EQ(valid({"CUSHION_TRACK=on"}).track, Tracking{TrackLevel::on});
   EXPECT_EQ(valid({"CUSHION_DISABLE=0"}).disable, DisableMode::never);
   EXPECT_EQ(valid({"CUSHION_DISABLE=1"}).disable, DisableMode::always);
   EXPECT_EQ(valid({"CUSHION_LOG_LEVEL=error"}).log_level, LogLevel::error);
@@ -181,19 +181,36 @@ TEST(Options, TheTogglingSignalHasANameOrANumber) {
 }
 
 TEST(Options, EveryLevelOfTrackingIsAWordOfItsOption) {
-  std::string words;
-  for (const std::string_view level : kTrackLevels) words.append(words.empty() ? "" : "|").append(level);
-  for (const OptionInfo& option : option_table()) {
-    if (std::string_view(option.name) == "TRACK") {
-      EXPECT_EQ(option.range, words);
-    }
+  for (std::size_t i = 0; i < std::size(kTrackLevels); ++i) {
+    const std::string entry = std::string("CUSHION_TRACK=") += kTrackLevels[i];
+    EXPECT_EQ(valid({entry.c_str()}).track.level, static_cast<TrackLevel>(i));
+    EXPECT_NE(tracking_values().find(kTrackLevels[i]), std::string_view::npos);
   }
+}
+
+TEST(Options, ASampleHasItsSize) {
+  EXPECT_EQ(valid({"CUSHION_TRACK=sampled"}).track, (Tracking{TrackLevel::sampled, std::uint64_t{2} << 20}));
+  EXPECT_EQ(valid({"CUSHION_TRACK=Sampled:512k"}).track, (Tracking{TrackLevel::sampled, std::uint64_t{512} << 10}));
+  EXPECT_EQ(valid({"CUSHION_TRACK=sampled:1"}).track, (Tracking{TrackLevel::sampled, 1}));
+  for (const char* bad : {"sampled:", "sampled:0", "sampled:x", "sampled:1%", "sampled:8388608TiB", "stacks:1", "on:",
+                          ":", "sampled:1:2", "sample"})
+    EXPECT_EQ(check_option("TRACK", bad),
+              std::string("CUSHION_TRACK=") + bad + " is not valid: use off, on, stacks, sampled or sampled:SIZE");
+}
+
+TEST(Options, ACountIsAWholeNumberWithinItsBounds) {
+  EXPECT_EQ(valid({"CUSHION_STACK_DEPTH=1"}).stack_depth.value, 1u);
+  EXPECT_EQ(valid({"CUSHION_STACK_DEPTH=128"}).stack_depth.value, 128u);
+  for (const char* bad : {"0", "129", "-1", "1.5", "", "x", "10 ", "99999999999999999999"})
+    EXPECT_EQ(check_option("STACK_DEPTH", bad),
+              std::string("CUSHION_STACK_DEPTH=") + bad + " is not valid: use 1 to 128");
 }
 
 TEST(Options, WhatIsDescribedReadsBackTheSame) {
   for (const auto& [name, value] :
        {std::pair{"MAX_SIZE", "33.3%"}, std::pair{"MAX_SIZE", "0.00001%"}, std::pair{"MAX_SIZE", "1001"},
         std::pair{"MAX_SIZE", "1536MiB"}, std::pair{"OOM_WAIT", "7us"}, std::pair{"OOM_WAIT", "45min"},
+        std::pair{"TRACK", "sampled:1MiB"}, std::pair{"TRACK", "stacks"}, std::pair{"STACK_DEPTH", "20"},
         std::pair{"TRACK_AFTER", "90s"}, std::pair{"TRACK_AFTER", "7calls"}, std::pair{"REPORT", "/tmp/a b/%p.json"},
         std::pair{"PROGRAMS", ""}}) {
     const std::string entry = std::string("CUSHION_") + name + "=" + value;

@@ -44,7 +44,7 @@ TEST_F(PoolTest, AnAddedSegmentIsOneFreeBlock) {
   EXPECT_EQ(pool.held(), 2 * kPage);
   EXPECT_EQ(pool.free_bytes(), 2 * kPage);
   EXPECT_EQ(pool.unused(), 2 * kPage);
-  EXPECT_EQ(pool.largest_free(), 2 * kPage);
+  EXPECT_EQ(pool.fragments().largest, 2 * kPage);
   EXPECT_EQ(map.find(kBase + 2 * kPage - 1), pool.segments());
   EXPECT_EQ(map.find(kBase + 2 * kPage), nullptr);
 }
@@ -102,7 +102,7 @@ TEST_F(PoolTest, NeighboursOfOneHeapMergeAtOnceAndKeepTheLaterStamp) {
   pool.give(c, *other, 3);
   pool.give(b, *other, 5);
   EXPECT_TRUE(pool.valid());
-  EXPECT_EQ(pool.largest_free(), 3 * kUnit);
+  EXPECT_EQ(pool.fragments().largest, 3 * kUnit);
   EXPECT_EQ(pool.take(*other, kUnit, kUnit, 6), nullptr);
   Block* all = pool.take(*other, 3 * kUnit, kUnit, 7);
   ASSERT_NE(all, nullptr);
@@ -118,11 +118,11 @@ TEST_F(PoolTest, NeighboursOfTwoHeapsStayApart) {
   pool.give(a, *other, 9);
   EXPECT_TRUE(pool.valid());
   EXPECT_EQ(pool.unused(), 0u);
-  EXPECT_EQ(pool.largest_free(), kPage - kUnit);
+  EXPECT_EQ(pool.fragments().largest, kPage - kUnit);
   EXPECT_EQ(take(other, 2 * kUnit), nullptr);
   pool.move(map.find(kBase)->first, *clean);
   EXPECT_EQ(pool.unused(), kPage);
-  EXPECT_EQ(pool.largest_free(), kPage);
+  EXPECT_EQ(pool.fragments().largest, kPage);
 }
 
 TEST_F(PoolTest, WhatIsCutOffKeepsItsHeapAndStamp) {
