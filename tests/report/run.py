@@ -178,18 +178,27 @@ def schema_and_reader_refuse_the_same(setting):
              changed("live_complete", to="yes"), changed("live", to=None), changed("live", to={}),
              changed("live", 3, "size", to="big"), changed("live", 4, "count", to=-2),
              changed("live", 0, "stack", to="0"), changed("live", 2, "stream", to=7), changed("stacks", to=3),
-             changed("stacks", 1, to=3),
-             changed("stacks", 1, 0, "line", to=-3), changed("timeline", 7, "live", remove=True),
+             changed("stacks", 1, to=[1, 2]), changed("stacks", 1, "frames", to=7),
+             changed("stacks", 1, "frames", 2, to="1"), changed("stacks", 0, "frames", 0, to=-1),
+             changed("stacks", 2, "interval", remove=True), changed("stacks", 3, "live_bytes", to=-4),
+             changed("stacks", 4, "wait_s", to="long"), changed("modules", to={}),
+             changed("modules", 0, "path", to=3), changed("modules", 1, "build_id", remove=True),
+             changed("frames", to=0), changed("frames", 5, to="f"), changed("frames", 2, "line", to=-3),
+             changed("frames", 0, "offset", to=0.5), changed("frames", 0, "module", to="libc.so.6"),
+             changed("devices", 0, "fragmentation", "free", to=-1), changed("waits", "free_seconds", to="1"),
+             changed("timeline", 7, "live", remove=True),
              changed("timeline", 3, to=[0, 1, 2]), changed("size_histogram", 0, "from", to="0"),
-             changed("lifetime_histogram", 1, "count", remove=True), changed("top_stacks", to=[]),
-             changed("top_stacks", "at_peak", 0, "bytes", to=-1)]
+             changed("lifetime_histogram", 1, "count", remove=True)]
     for report, path in wrong:
         check(errors(schema, report), f"the schema takes a wrong {path}")
         refused(setting, setting.write("wrong.json", report), f": {path}: ")
-    # What a schema cannot say: a stack that is named exists.
-    for path in (("live", 0, "stack"), ("top_stacks", "by_count", 1, "stack")):
-        report, name = changed(*path, to=len(full()["stacks"]))
-        refused(setting, setting.write("wrong.json", report), f": {name}: there is no stack 5: the file has 5")
+    # What a schema cannot say: a stack, frame or module that is named exists.
+    for path, what, of in ((("live", 0, "stack"), "stack", "stacks"), (("stacks", 1, "frames", 2), "frame", "frames"),
+                           (("frames", 1, "module"), "module", "modules")):
+        for index in (len(full()[of]), 2**64 - 1):
+            report, name = changed(*path, to=index)
+            refused(setting, setting.write("wrong.json", report),
+                    f": {name}: there is no {what} {index}: the file has {len(full()[of])}")
 
 
 # --- damaged files ----------------------------------------------------------------------------------------
@@ -264,8 +273,8 @@ def nothing_of_a_file_reaches_the_terminal_raw(setting):
     report["program"].update(name=evil, command=evil, host=evil, end=evil)
     report["options"]["TRACK"] = evil
     report["live"][0].update(api=evil, stream=evil)
-    report["stacks"][0][0].update(function=evil, file=evil)
-    report["stacks"][1][0] = {"module": evil, "offset": 1}
+    report["frames"][0].update(function=evil, file=evil)
+    report["modules"][2].update(path=evil, build_id=evil)
     report["calls"]["by_function"] = {evil: {"served": 1, "forwarded": 0}}
     path = setting.write("evil.json", report)
     for arguments in ([path], [path, FULL], ["--diff", path, FULL]):
@@ -286,7 +295,8 @@ def figures_that_do_not_fit_stay_at_the_highest(setting):
     report["live"][0].update(size=most, count=most)
     report["devices"] *= 2
     report["devices"][0]["held"]["peak"] = most
-    report["top_stacks"]["at_peak"][0]["bytes"] = most
+    for stack in report["stacks"]:
+        stack.update({key: most for key in stack if key not in ("frames", "interval", "wait_s")})
     path = setting.write("large.json", report)
     text = setting.text(path, path)
     check("16.00 EiB" in text, text)
@@ -324,7 +334,12 @@ def text_of_every_section(setting):
     text = setting.text(FULL)
     for line in ("train.py (pid 4711 on node07) ended by exit after 41.25 s",
                  "     2.00 MiB to 8.00 MiB  5 100  " + "█" * 30,
-                 "        8.00 GiB and more      2", "below 10.0 µs    120  █", "Most bytes at the peak, by call stack",
+                 "        8.00 GiB and more      2", "below 10.0 µs    120  █", "\nMost bytes at the peak, by call stack\n       bytes  blocks\n    1.12 GiB      18\n",
+                 "\n  allocations       bytes\n        9 000    8.79 GiB\n      load_batch & <shuffle>  ",
+                 "\n  temporary  of all\n      8 800  97.8 %\n      load_batch & <shuffle>  ",
+                 "\nWhere cudaFree waited, by call stack\n      time  waits\n    1.50 s     12\n",
+                 "waits    322, 2.50 s in all, 2.25 s of it in cudaFree: what FREE=deferred could save",
+                 "805.00 MiB free in the pool, at most 512.00 MiB in one piece; fragmentation 0.57", "\n      0x7ffff7",
                  "      forward  /home/someone/projects/language-model/model/attention.py:77",
                  "libcublasLt.so.13+0x51f2c0", "Never freed: 72 blocks, 1.43 GiB"):
         check(line in text, f"no {line!r} in\n{text}")
@@ -382,19 +397,19 @@ def ranks_are_merged(setting):
     for rank in (3, 0, 1):
         report = full()
         report["program"]["rank"] = rank
-        if rank == 1:  # one group more, one less
-            report["live"][0]["size"] += 1
+        if rank == 1:  # other sizes from the same call stack
+            report["live"][0]["size"] += 2**20
         paths.append(setting.write(f"r{rank}.json", report))
     text = setting.text(*paths)
     rows = [line.split() for line in text.splitlines() if " rank " in line]
     equal([row[:3] for row in rows], [["0", "rank", "0"], ["1", "rank", "1"], ["2", "rank", "3"]], "order of the ranks")
     report = full()
-    total = 3 * live_bytes(report) + report["live"][0]["count"]
+    total = 3 * live_bytes(report) + (report["live"][0]["count"] << 20)
     summed = next(line for line in text.splitlines() if "peaks added" in line)
     check(summed.split()[-2:] == f"{total / 2**30:.2f} GiB".split(), summed)
     check(f"{3 * report['calls']['served']}" in summed, summed)
     check("Never freed: 216 blocks" in text, text)
-    check(re.search(r"1\.50 GiB +24 +64\.00 MiB +cuMemAlloc +0,2\n", text), text)
+    check(re.search(r"2\.26 GiB +36 +64\.00 MiB to 65\.00 MiB +cuMemAlloc +0-2\n", text), text)
     check(re.search(r"1\.12 GiB +72 +16\.00 MiB +cuMemAlloc +0-2\n", text), text)
     two = setting.text(setting.leaks("a.json", 0), setting.leaks("b.json", 4))
     check(re.search(r"48\.22 KiB +4 +12\.06 KiB +cuMemAlloc +1\n", two), two)
@@ -465,7 +480,7 @@ def speedscope_holds_every_byte(setting):
     check({"name": "step", "file": "/home/someone/projects/language-model/optim/adam.py", "line": 58} in frames, frames)
     equal([p["name"] for p in file["profiles"]], ["never freed", "at the peak"], "profiles")
     for profile, total in zip(file["profiles"], (live_bytes(full()), sum(
-            use["bytes"] for use in full()["top_stacks"]["at_peak"]))):
+            stack["peak_bytes"] for stack in full()["stacks"]))):
         equal((profile["type"], profile["unit"], profile["startValue"]), ("sampled", "bytes", 0), "kind of profile")
         equal(len(profile["samples"]), len(profile["weights"]), "samples and weights")
         equal((sum(profile["weights"]), profile["endValue"]), (total, total), "bytes")
@@ -478,7 +493,8 @@ def speedscope_holds_every_byte(setting):
 PROFILE = {
     "ValueType": [("type", 1, "i"), ("unit", 2, "i")],
     "Sample": [("location_id", 1, "Ru"), ("value", 2, "Ri")],
-    "Mapping": [("id", 1, "u"), ("filename", 5, "i"), ("has_functions", 7, "b")],
+    "Mapping": [("id", 1, "u"), ("filename", 5, "i"), ("build_id", 6, "i"), ("has_functions", 7, "b"),
+                ("has_filenames", 8, "b"), ("has_line_numbers", 9, "b"), ("has_inline_frames", 10, "b")],
     "Line": [("function_id", 1, "u"), ("line", 2, "i")],
     "Location": [("id", 1, "u"), ("mapping_id", 2, "u"), ("address", 3, "u"), ("line", 4, "RLine")],
     "Function": [("id", 1, "u"), ("name", 2, "i"), ("system_name", 3, "i"), ("filename", 4, "i")],
@@ -531,7 +547,7 @@ def pprof_is_read_by_protobuf(setting):
     functions = {f.id: f for f in profile.function}
     locations = {location.id: location for location in profile.location}
     equal((len(functions), len(locations)), (len(profile.function), len(profile.location)), "ids that differ")
-    mappings = {m.id: strings[m.filename] for m in profile.mapping}
+    mappings = {m.id: (strings[m.filename], strings[m.build_id]) for m in profile.mapping}
 
     def frame(number):
         line = locations[number].line[0]
@@ -540,7 +556,8 @@ def pprof_is_read_by_protobuf(setting):
     adam = next(s for s in profile.sample if s.value[1] == 31 * 8388608)
     equal([frame(i)[0] for i in adam.location_id][0], "cuMemAllocAsync", "the innermost frame, first")
     equal(frame(adam.location_id[2]), ("step", "/home/someone/projects/language-model/optim/adam.py", 58), "a frame")
-    equal(mappings[locations[adam.location_id[1]].mapping_id], report["stacks"][2][0]["module"], "its module")
+    equal(mappings[locations[adam.location_id[1]].mapping_id], 
+          (report["modules"][0]["path"], report["modules"][0]["build_id"]), "its module and build id")
     equal(profile.duration_nanos, 41_250_000_000, "duration")
 
 
@@ -599,7 +616,7 @@ def memory_viz_is_a_pickle(setting):
         equal(at - segment["address"], segment["total_size"], "bytes of a segment")
     equal(sum(s["total_size"] for s in segments), live_bytes(full()), "bytes in all")
     equal([set(frame) for b in blocks for frame in b["frames"]], [{"name", "filename", "line"}] * sum(
-        len(full()["stacks"][g["stack"]]) * g["count"] for g in full()["live"]), "frames")
+        len(full()["stacks"][g["stack"]]["frames"]) * g["count"] for g in full()["live"]), "frames")
     adam = next(b for b in blocks if b["size"] == 8388608)["frames"][1]
     equal((adam["name"], adam["line"]), ("step", 58), "a frame")
     check(adam["filename"].endswith("/language-model/optim/adam.py"), adam)
@@ -758,7 +775,8 @@ def page_in_a_browser(setting):
     wide = browser.probe(page, 1280)
     equal(wide["titles"], ["Memory over time", "Never freed, by call stack", "At the peak, by call stack",
                            "Never freed", "Most allocations, by call stack",
-                           "Most temporary allocations, by call stack", "Memory by device", "Sizes asked for",
+                           "Most temporary allocations, by call stack", "Where cudaFree waited, by call stack",
+                           "Memory by device", "Sizes asked for",
                            "Lifetimes", "Calls"], "sections")
     share = 31 * 8388608 / live_bytes(full())
     check(abs(wide["step"] - share) < 0.002, f"frame `step`: {wide['step']} of the width, expected {share}")

@@ -59,7 +59,7 @@ int show_reports(const ReportRequest& request) {
   bool bad = false;
   for (const std::string& file : request.files) {
     try {
-      reports.push_back(read_report(file));
+      reports.push_back(parse_report(read_text(file), file));
     } catch (const ReportError& error) {
       fmt::print(stderr, "cushion: {}\n", error.what());
       bad = true;
