@@ -641,6 +641,379 @@ def nothing_to_export_is_said(setting):
         check(not (setting.scratch / f"none.{form}").exists(), f"{form}: an empty file")
 
 
+# --- symbols ----------------------------------------------------------------------------------------------
+
+PROGRAMS = HERE / "programs"
+# What a frame is called, and the comment on its line; innermost first. True: inlined into the next.
+FRAMES = {
+    "fill": [("shapes::Grid<float>::fill(float)", "fill"), ("shapes::outer(int)", "outer"), ("main", "main")],
+    "make": [("shapes::Grid<double>::make(char const*) const", "make")],
+    "hidden": [("(anonymous namespace)::hidden()", "hidden")],
+    "lambda": [("operator()", "lambda"), ("main", "main calls lambda")],
+    "innermost": [("(anonymous namespace)::innermost", "innermost"), ("in_symtab_only(int)", "in_symtab_only")],
+    "static": [("in_symtab_only(int)", "static")],
+    "exported": [("library_call(int)", "exported")],
+}
+
+
+def command(*words, **options):
+    done = subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=240, **options)
+    check(done.returncode == 0, f"{words}: {done.stderr or done.stdout}")
+    return done.stdout
+
+
+def build_id_of(path):
+    return re.search(r"Build ID: ([0-9a-f]+)", command("readelf", "-n", path))[1]
+
+
+class Programs:
+    """The programs of PROGRAMS, built in a folder of their own, and the places that they print: name to (file, offset)."""
+
+    def __init__(self, setting, compiler="g++", *flags, source="shapes.cpp"):
+        if not shutil.which(compiler):
+            raise Skip(f"no {compiler}")
+        self.setting = setting
+        self.folder = Path(tempfile.mkdtemp(dir=setting.scratch))
+        self.library, self.program = self.folder / "libshapes.so", self.folder / "shapes"
+        # A build id even where the compiler was made to leave it out.
+        link = ["-Xlinker", "--build-id=sha1"]
+        pic = ["-Xcompiler", "-fPIC"] if compiler == "nvcc" else ["-fPIC"]
+        command(compiler, *flags, *pic, *link, "-shared", PROGRAMS / "library.cpp", "-o", self.library,
+                cwd=self.folder)
+        command(compiler, *flags, *link, PROGRAMS / source, self.library, "-o", self.program, cwd=self.folder)
+        self.places = {}
+        for line in command(self.program).splitlines():
+            name, offset, module = line.split("\t")
+            self.places[name] = (Path(module) if module else self.program, int(offset))
+        equal(sorted(self.places), sorted(FRAMES), "places that the programs print")
+        self.sources = {path.name: path.read_text().splitlines() for path in PROGRAMS.iterdir()}
+        self.source = source
+
+    def report(self, name="symbols.json", build_ids=None):
+        """A report with a stack for each place, under one Python frame."""
+        ids = build_ids or {path: build_id_of(path) for path in (self.program, self.library)}
+        report = full()
+        report["modules"] = [{"path": str(path), "build_id": ids[path]} for path in (self.program, self.library)]
+        modules = [self.program, self.library]
+        report["frames"] = [{"module": modules.index(path), "offset": offset} for path, offset in self.places.values()]
+        report["frames"].append({"function": "train", "file": "train.py", "line": 12})
+        kinds = report["stacks"][0]
+        report["stacks"] = [{**kinds, "frames": [i, len(self.places)]} for i in range(len(self.places))]
+        report["live"] = [{**report["live"][0], "size": 4096 << i, "count": 1, "stack": i}
+                          for i in range(len(self.places))]
+        return self.setting.write(name, report)
+
+    def line(self, name):
+        """File and line of a comment in the sources."""
+        for file, lines in self.sources.items():
+            for number, text in enumerate(lines, 1):
+                if file in (self.source, "library.cpp") and text.endswith(f"// {name}"):
+                    return str(PROGRAMS / file), number
+        raise AssertionError(f"no comment {name!r}")
+
+    def resolved(self, report, *arguments, stderr=""):
+        """The frames of each place as `--symbolize` writes them."""
+        out = self.setting.scratch / "symbolized.json"
+        printed, err = self.setting.cushion(report, "--symbolize", out, *arguments)
+        equal((printed, err), (b"", stderr), "stdout and stderr")
+        written = json.loads(out.read_text())
+        frames = [[written["frames"][i] for i in stack["frames"]] for stack in written["stacks"]]
+        equal([stack[-1] for stack in frames], [{"function": "train", "file": "train.py", "line": 12}] * len(frames),
+              "the Python frame")
+        return {name: stack[:-1] for name, stack in zip(self.places, frames)}
+
+    def check_frames(self, found, names=FRAMES):
+        for name in names:
+            functions = [frame.get("function", "") for frame in found[name]]
+            equal(len(functions), len(FRAMES[name]), f"frames of {name} ({functions})")
+            for frame, (function, comment) in zip(found[name], FRAMES[name]):
+                check(function in frame["function"], f"{name}: {frame}, expected {function}")
+                equal((frame.get("file"), frame.get("line")), self.line(comment), f"{name}: file and line of {frame}")
+            equal([frame.get("inlined", False) for frame in found[name]], [True] * (len(functions) - 1) + [False],
+                  f"which frames of {name} are inlined")
+
+    def check_raw(self, found, names=FRAMES):
+        for name in names:
+            equal([sorted(frame) for frame in found[name]], [["module", "offset"]], f"{name}: {found[name]}")
+
+    def strip(self):
+        """Takes the symbols out of both files, into debug files that lie elsewhere."""
+        debug = {}
+        for path in (self.program, self.library):
+            debug[path] = self.setting.scratch / f"{path.stem}.debug"
+            command("objcopy", "--only-keep-debug", path, debug[path])
+            command("objcopy", "--strip-all", path)
+        return debug
+
+
+def symbols_are_read(setting):
+    if "libdw" not in subprocess.run(["ldd", str(setting.build / "cushion")], capture_output=True, text=True).stdout:
+        raise Skip("this cushion was built without libdw (Debian: libdw-dev)")
+
+
+@case
+def symbols_of_compilers(setting):
+    """Function, file and line of each frame, inlined ones too, as the sources have them."""
+    symbols_are_read(setting)
+    for flags in (["-O2", "-g"], ["-O1", "-g", "-no-pie"], ["-O2", "-g", "-gdwarf-4", "-gz"],
+                  ["-O2", "-g", "-gsplit-dwarf"], ["-O2", "-g", "-ffunction-sections", "-Wl,--gc-sections"]):
+        for compiler in ("g++", "clang++"):
+            if shutil.which(compiler):
+                programs = Programs(setting, compiler, *flags)
+                programs.check_frames(programs.resolved(programs.report()))
+    programs = Programs(setting, "g++", "-O0", "-g")
+    programs.check_frames(programs.resolved(programs.report()), ["make", "hidden", "static", "exported", "fill"])
+
+
+@case
+def symbols_of_nvcc(setting):
+    symbols_are_read(setting)
+    programs = Programs(setting, "nvcc", "-O2", "-g", source="shapes.cu")
+    programs.check_frames(programs.resolved(programs.report()))
+
+
+@case
+def symbols_from_separate_files(setting):
+    """By build id and by .gnu_debuglink, in the places that debuggers look in and in --debug-dir."""
+    symbols_are_read(setting)
+    programs = Programs(setting, "g++", "-O2", "-g")
+    report = programs.report()
+    debug = programs.strip()
+    found = programs.resolved(report)
+    programs.check_raw(found, ["fill", "hidden", "static"])
+    equal([frame.get("function") for frame in found["exported"]], ["library_call(int)"], "by the dynamic symbols")
+    elsewhere = setting.scratch / "elsewhere"
+
+    def lay(place):
+        for path, file in debug.items():
+            there = place(path)
+            there.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, there)
+
+    # By build id, which both the stripped file and the debug file have.
+    lay(lambda path: elsewhere / ".build-id" / build_id_of(path)[:2] / (build_id_of(path)[2:] + ".debug"))
+    programs.check_raw(programs.resolved(report), ["fill"])
+    programs.check_frames(programs.resolved(report, "--debug-dir", setting.scratch, "--debug-dir", elsewhere))
+    programs.check_frames(programs.resolved(report, "--debug-dir", "elsewhere"))
+    # The same where the modules themselves are gone, or others lie in their place: the debug file is the report's own.
+    kept = {path: path.read_bytes() for path in debug}
+    for path in debug:
+        path.unlink()
+    programs.check_raw(programs.resolved(report))
+    programs.check_frames(programs.resolved(report, "--debug-dir", elsewhere))
+    for path, content in kept.items():
+        path.write_bytes(content)
+    # By link: without a build id, which would be preferred.
+    for path, file in debug.items():
+        command("objcopy", "--remove-section=.note.gnu.build-id", file)
+        command("objcopy", "--remove-section=.note.gnu.build-id", f"--add-gnu-debuglink={file}", path)
+    report = programs.report("linked.json", dict.fromkeys(debug, ""))
+    programs.check_raw(programs.resolved(report), ["fill"])
+    for place in (lambda path: path.parent / debug[path].name, lambda path: path.parent / ".debug" / debug[path].name):
+        lay(place)
+        programs.check_frames(programs.resolved(report))
+        for path in debug:
+            place(path).unlink()
+    lay(lambda path: Path(f"{elsewhere}{path.parent}") / debug[path].name)
+    programs.check_frames(programs.resolved(report, "--debug-dir", elsewhere))
+    # A debug file of another build is not taken.
+    other = Programs(setting, "g++", "-O0", "-g")
+    other.strip()  # over those of the first
+    lay(lambda path: path.parent / debug[path].name)
+    programs.check_raw(programs.resolved(report), ["fill"])
+
+
+@case
+def symbols_without_debug_information(setting):
+    """The symbol tables name functions, static ones too; no file, no line, nothing inlined."""
+    symbols_are_read(setting)
+    for compiler in ("g++", "clang++"):
+        if not shutil.which(compiler):
+            continue
+        programs = Programs(setting, compiler, "-O2")
+        found = programs.resolved(programs.report())
+        names = {name: [(frame.get("function"), frame.get("file")) for frame in stack] for name, stack in found.items()}
+        equal(names["static"], [("in_symtab_only(int)", None)], "a static function")
+        equal(names["fill"], [("main", None)], "an inlined function's caller")
+        equal(names["hidden"], [("(anonymous namespace)::hidden()", None)], "a function without a linker's name")
+        check(names["make"][0][0].startswith("shapes::Grid<double>::make(char const*) const"), f"a template: {names}")
+
+
+@case
+def symbols_of_another_file(setting):
+    """A file that is not the one that ran says so by its build id; nothing is taken from it."""
+    symbols_are_read(setting)
+    programs = Programs(setting, "g++", "-O2", "-g")
+    ids = {path: build_id_of(path) for path in (programs.program, programs.library)}
+    ids[programs.library] = "00" * 20
+    line = f"cushion: {programs.library}: its build id is not the report's: no symbols are taken from it\n"
+    report = programs.report(build_ids=ids)
+    found = programs.resolved(report, stderr=line)
+    programs.check_raw(found, ["innermost", "static", "exported"])
+    programs.check_frames(found, ["fill", "make", "hidden", "lambda"])
+    out, err = setting.cushion(report, report, report)  # said once
+    equal(err, line, "stderr of three ranks")
+    check(f"libshapes.so+{programs.places['static'][1]:#x}\n" in out.decode(), out.decode())
+    ids[programs.library] = build_id_of(programs.library).upper()
+    programs.check_frames(programs.resolved(programs.report(build_ids=ids)))
+    programs.check_frames(programs.resolved(programs.report(build_ids=dict.fromkeys(ids, ""))))
+
+
+@case
+def symbols_of_damaged_files(setting):
+    """Whatever a module's file holds by now, the report is shown."""
+    import random
+    symbols_are_read(setting)
+    programs = Programs(setting, "g++", "-O2", "-g")
+    report = programs.report()
+    whole = programs.library.read_bytes()
+    readable = f"cushion: {programs.library}: no program or library that can be read: no symbols are taken from it\n"
+    for content, stderr in ((b"", readable), (b"no ELF", readable), (whole[:20], readable),
+                            (whole[:3000] + b"\0" * (len(whole) - 3000), None)):
+        programs.library.write_bytes(content)
+        err = setting.cushion(report)[1]
+        check(err.count("\n") <= 1 and (stderr is None or err == stderr), f"{len(content)} bytes: {err!r}")
+        programs.check_frames(programs.resolved(report, stderr=err), ["fill", "hidden"])
+    programs.library.unlink()
+    programs.check_raw(programs.resolved(report), ["static"])
+    for make in (os.mkfifo, os.mkdir):  # nobody writes to the pipe: it must not be waited for
+        make(programs.library)
+        programs.check_raw(programs.resolved(report), ["static"])
+        (os.unlink if make is os.mkfifo else os.rmdir)(programs.library)
+    chance = random.Random(1)
+    sections = re.findall(r"\.(?:debug_\w+|symtab|strtab|shstrtab|dynsym)\s+\w+\s+\w+ (\w+) (\w+)",
+                          command("readelf", "-SW", programs.program))
+    check(len(sections) > 8, f"sections: {sections}")
+    whole = programs.program.read_bytes()
+    report = programs.report("any.json", dict.fromkeys((programs.program, programs.library), ""))
+    for _ in range(60):
+        content = bytearray(whole)
+        for offset, size in chance.sample(sections, 3):
+            for _ in range(chance.choice((1, 4, 64))):
+                content[int(offset, 16) + chance.randrange(int(size, 16))] = chance.randrange(256)
+        if chance.random() < 0.3:
+            content[chance.randrange(64)] = chance.randrange(256)
+        if chance.random() < 0.3:
+            del content[chance.randrange(len(content)):]
+        programs.program.write_bytes(content)
+        setting.cushion(report)
+
+
+@case
+def symbols_in_every_form(setting):
+    """What is written back reads the same where the modules are gone; each format has the functions."""
+    symbols_are_read(setting)
+    programs = Programs(setting, "g++", "-O2", "-g")
+    report = programs.report()
+    raw = setting.text(report, "--no-symbols")
+    check("in_symtab_only" not in raw and f"libshapes.so+{programs.places['static'][1]:#x}" in raw, raw)
+    text = setting.text(report)
+    file, number = programs.line("fill")
+    check(f"      shapes::Grid<float>::fill(float)  {file}:{number}\n      shapes::outer(int)  {file}:" in text, text)
+    check(f"\n      in_symtab_only(int)  {programs.line('static')[0]}:{programs.line('static')[1]}\n      train  train.py:12\n"
+          in text, text)
+    before = json.loads(report.read_text())
+    before["later"] = {"unknown": [1, 2.5, "x"]}
+    report.write_text(json.dumps(before))
+    carried = setting.scratch / "carried.json"
+    equal(setting.text(report, "--symbolize", carried), "", "stdout")
+    after = json.loads(carried.read_text())
+    equal({k: v for k, v in after.items() if k not in ("frames", "stacks")},
+          {k: v for k, v in before.items() if k not in ("frames", "stacks")}, "all but frames and stacks")
+    equal([{**s, "frames": 0} for s in after["stacks"]], [{**s, "frames": 0} for s in before["stacks"]], "stacks")
+    programs.program.unlink()
+    programs.library.unlink()
+    equal(setting.text(carried), text, "what was written back")
+    setting.text(carried, "--symbolize", "again.json")
+    equal((setting.scratch / "again.json").read_bytes(), carried.read_bytes(), "what was written back twice")
+    out, _ = setting.cushion(carried, "--format", "folded")
+    check(b"train;main;shapes::outer(int);shapes::Grid<float>::fill(float);cuMemAlloc 4096\n" in out, out.decode())
+    out, _ = setting.cushion(carried, "--format", "speedscope")
+    names = {(f["name"], f.get("line")) for f in json.loads(out)["shared"]["frames"]}
+    check(("shapes::Grid<float>::fill(float)", number) in names, names)
+    out, _ = setting.cushion(carried, "--format", "memory-viz")
+    check(b"shapes::Grid<float>::fill(float)" in out and file.encode() in out, "memory-viz lacks names")
+    setting.text(carried, "--html", "page.html")
+    page = (setting.scratch / "page.html").read_text()
+    check(f"shapes::Grid&lt;float&gt;::fill(float) <span class=\"quiet\">{file}:{number}</span>" in page, "the page")
+    for wrong in ([report, report, "--symbolize", "x"], [report, "--symbolize", "x", "--no-symbols"],
+                  [report, "--symbolize", "x", "--html", "y"]):
+        setting.cushion(*wrong, code=2)
+    setting.cushion(carried, "--symbolize", "missing/x", code=1)
+    try:
+        equal(errors(validator(strict=True), after | {"later": None}), ["/: Additional properties are not allowed "
+              "('later' was unexpected)"], "what was written back, against the schema")
+    except Skip:
+        pass
+    profile = profile_message()
+    out, _ = setting.cushion(carried, "--format", "pprof")
+    profile.ParseFromString(gzip.decompress(out))
+    strings = list(profile.string_table)
+    functions = {f.id: strings[f.name] for f in profile.function}
+    stacks = [[functions[line.function_id] for line in location.line] for location in profile.location]
+    check(["shapes::Grid<float>::fill(float)", "shapes::outer(int)", "main"] in stacks, f"a place of three: {stacks}")
+    equal({strings[m.filename]: strings[m.build_id] for m in profile.mapping},
+          {m["path"]: m["build_id"] for m in before["modules"]}, "mappings")
+
+
+@case
+def symbols_ask_no_network(setting):
+    import socket
+    symbols_are_read(setting)
+    programs = Programs(setting, "g++", "-O2", "-g")
+    report = programs.report()
+    programs.strip()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        setting.cushion(report, DEBUGINFOD_URLS=f"http://127.0.0.1:{server.getsockname()[1]}", HOME=str(setting.scratch))
+        server.setblocking(False)
+        try:
+            server.accept()
+            raise AssertionError("a debuginfod server was asked")
+        except BlockingIOError:
+            pass
+
+
+# --- stacks -----------------------------------------------------------------------------------------------
+
+@case
+def sampled_stacks_are_estimates(setting):
+    report = full()
+    report["tracking"]["level"] = "sampled:2097152"
+    for stack in report["stacks"]:
+        stack.update(interval=2097152, live_bytes=stack["live_bytes"] + 1)
+    for group in report["live"][1:]:
+        del group["stack"]  # of most blocks the stack was not taken
+    path = setting.write("sampled.json", report)
+    text = setting.text(path)
+    for kind in ("bytes never freed", "bytes at the peak", "allocations", "temporary allocations"):
+        check(f"\nMost {kind}, by call stack (estimates: sampled every 2.00 MiB)\n" in text, text)
+    out, err = setting.cushion(path, "--format", "folded")
+    check("was sampled: bytes by call stack are estimates" in err and "no call stacks for some live blocks" in err, err)
+    untracked = report["live"][3]
+    expected = sum(s["live_bytes"] for s in report["stacks"]) + untracked["size"] * untracked["count"]
+    equal(sum(int(line.rsplit(b" ", 1)[1]) for line in out.splitlines()), expected, "bytes: each block once")
+    exact = setting.text(FULL)
+    check("estimates" not in exact and "Most bytes never freed" not in exact, exact)
+
+
+@case
+def leaks_are_grouped_by_stack(setting):
+    report = full()
+    group = report["live"][0]
+    report["live"].append({**group, "size": 512, "count": 3, "device": 1, "stream": "9", "oldest_age_s": 40.5})
+    text = setting.text(setting.write("one.json", report))
+    check(re.search(r"768\.00 MiB +15 +512 B to 64\.00 MiB +cuMemAlloc +several +several +40\.50 s\n", text), text)
+    equal(len(re.findall(r"^ .* cuMemAlloc", text[text.index("Never freed"):], re.M)), 5, "rows")
+    # Stacks that look the same are one, whatever their addresses.
+    report["frames"].append({**report["frames"][0], "offset": 7})
+    report["stacks"].append({**report["stacks"][0], "frames": [len(report["frames"]) - 1,
+                                                               *report["stacks"][0]["frames"][1:]]})
+    report["live"][-1]["stack"] = len(report["stacks"]) - 1
+    text = setting.text(setting.write("two.json", report))
+    check(re.search(r"768\.00 MiB +15 +512 B to 64\.00 MiB +cuMemAlloc +several", text), text)
+    check(re.search(r"\n +1 400 +2\.25 GiB\n", text), text)
+
+
 # --- the page ---------------------------------------------------------------------------------------------
 
 PROBE = """<script>
