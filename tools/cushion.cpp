@@ -135,7 +135,21 @@ CLI::App* add_report_command(CLI::App& app, ReportRequest& request) {
   command->add_option("-o", request.output, "Where --format writes to (default: stdout)")
       ->type_name("OUT")
       ->needs(format);
+  CLI::Option* const symbolize =
+      command->add_option("--symbolize", request.symbolized, "Write the report again, with the functions that it lacks")
+          ->type_name("OUT")
+          ->excludes(diff)
+          ->excludes(html)
+          ->excludes(format)
+          ->excludes(top);
+  command->add_option("--debug-dir", request.debug_dirs, "Look for separate debug files in this folder too")
+      ->type_name("DIR")
+      ->expected(1)
+      ->take_all();
+  command->add_flag("--no-symbols", request.raw, "Show places in modules as they are")->excludes(symbolize);
   command->final_callback([&request] {
+    if (!request.symbolized.empty() && request.files.size() != 1)
+      throw CLI::ValidationError("--symbolize", "takes one FILE");
     if (request.difference && request.files.size() != 2) throw CLI::ValidationError("--diff", "takes two FILEs");
   });
   return command;

@@ -178,18 +178,27 @@ def schema_and_reader_refuse_the_same(setting):
              changed("live_complete", to="yes"), changed("live", to=None), changed("live", to={}),
              changed("live", 3, "size", to="big"), changed("live", 4, "count", to=-2),
              changed("live", 0, "stack", to="0"), changed("live", 2, "stream", to=7), changed("stacks", to=3),
-             changed("stacks", 1, to=3),
-             changed("stacks", 1, 0, "line", to=-3), changed("timeline", 7, "live", remove=True),
+             changed("stacks", 1, to=[1, 2]), changed("stacks", 1, "frames", to=7),
+             changed("stacks", 1, "frames", 2, to="1"), changed("stacks", 0, "frames", 0, to=-1),
+             changed("stacks", 2, "interval", remove=True), changed("stacks", 3, "live_bytes", to=-4),
+             changed("stacks", 4, "wait_s", to="long"), changed("modules", to={}),
+             changed("modules", 0, "path", to=3), changed("modules", 1, "build_id", remove=True),
+             changed("frames", to=0), changed("frames", 5, to="f"), changed("frames", 2, "line", to=-3),
+             changed("frames", 0, "offset", to=0.5), changed("frames", 0, "module", to="libc.so.6"),
+             changed("devices", 0, "fragmentation", "free", to=-1), changed("waits", "free_seconds", to="1"),
+             changed("timeline", 7, "live", remove=True),
              changed("timeline", 3, to=[0, 1, 2]), changed("size_histogram", 0, "from", to="0"),
-             changed("lifetime_histogram", 1, "count", remove=True), changed("top_stacks", to=[]),
-             changed("top_stacks", "at_peak", 0, "bytes", to=-1)]
+             changed("lifetime_histogram", 1, "count", remove=True)]
     for report, path in wrong:
         check(errors(schema, report), f"the schema takes a wrong {path}")
         refused(setting, setting.write("wrong.json", report), f": {path}: ")
-    # What a schema cannot say: a stack that is named exists.
-    for path in (("live", 0, "stack"), ("top_stacks", "by_count", 1, "stack")):
-        report, name = changed(*path, to=len(full()["stacks"]))
-        refused(setting, setting.write("wrong.json", report), f": {name}: there is no stack 5: the file has 5")
+    # What a schema cannot say: a stack, frame or module that is named exists.
+    for path, what, of in ((("live", 0, "stack"), "stack", "stacks"), (("stacks", 1, "frames", 2), "frame", "frames"),
+                           (("frames", 1, "module"), "module", "modules")):
+        for index in (len(full()[of]), 2**64 - 1):
+            report, name = changed(*path, to=index)
+            refused(setting, setting.write("wrong.json", report),
+                    f": {name}: there is no {what} {index}: the file has {len(full()[of])}")
 
 
 # --- damaged files ----------------------------------------------------------------------------------------
@@ -264,8 +273,8 @@ def nothing_of_a_file_reaches_the_terminal_raw(setting):
     report["program"].update(name=evil, command=evil, host=evil, end=evil)
     report["options"]["TRACK"] = evil
     report["live"][0].update(api=evil, stream=evil)
-    report["stacks"][0][0].update(function=evil, file=evil)
-    report["stacks"][1][0] = {"module": evil, "offset": 1}
+    report["frames"][0].update(function=evil, file=evil)
+    report["modules"][2].update(path=evil, build_id=evil)
     report["calls"]["by_function"] = {evil: {"served": 1, "forwarded": 0}}
     path = setting.write("evil.json", report)
     for arguments in ([path], [path, FULL], ["--diff", path, FULL]):
@@ -286,7 +295,8 @@ def figures_that_do_not_fit_stay_at_the_highest(setting):
     report["live"][0].update(size=most, count=most)
     report["devices"] *= 2
     report["devices"][0]["held"]["peak"] = most
-    report["top_stacks"]["at_peak"][0]["bytes"] = most
+    for stack in report["stacks"]:
+        stack.update({key: most for key in stack if key not in ("frames", "interval", "wait_s")})
     path = setting.write("large.json", report)
     text = setting.text(path, path)
     check("16.00 EiB" in text, text)
@@ -324,7 +334,12 @@ def text_of_every_section(setting):
     text = setting.text(FULL)
     for line in ("train.py (pid 4711 on node07) ended by exit after 41.25 s",
                  "     2.00 MiB to 8.00 MiB  5 100  " + "█" * 30,
-                 "        8.00 GiB and more      2", "below 10.0 µs    120  █", "Most bytes at the peak, by call stack",
+                 "        8.00 GiB and more      2", "below 10.0 µs    120  █", "\nMost bytes at the peak, by call stack\n       bytes  blocks\n    1.12 GiB      18\n",
+                 "\n  allocations       bytes\n        9 000    8.79 GiB\n      load_batch & <shuffle>  ",
+                 "\n  temporary  of all\n      8 800  97.8 %\n      load_batch & <shuffle>  ",
+                 "\nWhere cudaFree waited, by call stack\n      time  waits\n    1.50 s     12\n",
+                 "waits    322, 2.50 s in all, 2.25 s of it in cudaFree: what FREE=deferred could save",
+                 "805.00 MiB free in the pool, at most 512.00 MiB in one piece; fragmentation 0.57", "\n      0x7ffff7",
                  "      forward  /home/someone/projects/language-model/model/attention.py:77",
                  "libcublasLt.so.13+0x51f2c0", "Never freed: 72 blocks, 1.43 GiB"):
         check(line in text, f"no {line!r} in\n{text}")
@@ -382,19 +397,19 @@ def ranks_are_merged(setting):
     for rank in (3, 0, 1):
         report = full()
         report["program"]["rank"] = rank
-        if rank == 1:  # one group more, one less
-            report["live"][0]["size"] += 1
+        if rank == 1:  # other sizes from the same call stack
+            report["live"][0]["size"] += 2**20
         paths.append(setting.write(f"r{rank}.json", report))
     text = setting.text(*paths)
     rows = [line.split() for line in text.splitlines() if " rank " in line]
     equal([row[:3] for row in rows], [["0", "rank", "0"], ["1", "rank", "1"], ["2", "rank", "3"]], "order of the ranks")
     report = full()
-    total = 3 * live_bytes(report) + report["live"][0]["count"]
+    total = 3 * live_bytes(report) + (report["live"][0]["count"] << 20)
     summed = next(line for line in text.splitlines() if "peaks added" in line)
     check(summed.split()[-2:] == f"{total / 2**30:.2f} GiB".split(), summed)
     check(f"{3 * report['calls']['served']}" in summed, summed)
     check("Never freed: 216 blocks" in text, text)
-    check(re.search(r"1\.50 GiB +24 +64\.00 MiB +cuMemAlloc +0,2\n", text), text)
+    check(re.search(r"2\.26 GiB +36 +64\.00 MiB to 65\.00 MiB +cuMemAlloc +0-2\n", text), text)
     check(re.search(r"1\.12 GiB +72 +16\.00 MiB +cuMemAlloc +0-2\n", text), text)
     two = setting.text(setting.leaks("a.json", 0), setting.leaks("b.json", 4))
     check(re.search(r"48\.22 KiB +4 +12\.06 KiB +cuMemAlloc +1\n", two), two)
@@ -465,7 +480,7 @@ def speedscope_holds_every_byte(setting):
     check({"name": "step", "file": "/home/someone/projects/language-model/optim/adam.py", "line": 58} in frames, frames)
     equal([p["name"] for p in file["profiles"]], ["never freed", "at the peak"], "profiles")
     for profile, total in zip(file["profiles"], (live_bytes(full()), sum(
-            use["bytes"] for use in full()["top_stacks"]["at_peak"]))):
+            stack["peak_bytes"] for stack in full()["stacks"]))):
         equal((profile["type"], profile["unit"], profile["startValue"]), ("sampled", "bytes", 0), "kind of profile")
         equal(len(profile["samples"]), len(profile["weights"]), "samples and weights")
         equal((sum(profile["weights"]), profile["endValue"]), (total, total), "bytes")
@@ -478,7 +493,8 @@ def speedscope_holds_every_byte(setting):
 PROFILE = {
     "ValueType": [("type", 1, "i"), ("unit", 2, "i")],
     "Sample": [("location_id", 1, "Ru"), ("value", 2, "Ri")],
-    "Mapping": [("id", 1, "u"), ("filename", 5, "i"), ("has_functions", 7, "b")],
+    "Mapping": [("id", 1, "u"), ("filename", 5, "i"), ("build_id", 6, "i"), ("has_functions", 7, "b"),
+                ("has_filenames", 8, "b"), ("has_line_numbers", 9, "b"), ("has_inline_frames", 10, "b")],
     "Line": [("function_id", 1, "u"), ("line", 2, "i")],
     "Location": [("id", 1, "u"), ("mapping_id", 2, "u"), ("address", 3, "u"), ("line", 4, "RLine")],
     "Function": [("id", 1, "u"), ("name", 2, "i"), ("system_name", 3, "i"), ("filename", 4, "i")],
@@ -531,7 +547,7 @@ def pprof_is_read_by_protobuf(setting):
     functions = {f.id: f for f in profile.function}
     locations = {location.id: location for location in profile.location}
     equal((len(functions), len(locations)), (len(profile.function), len(profile.location)), "ids that differ")
-    mappings = {m.id: strings[m.filename] for m in profile.mapping}
+    mappings = {m.id: (strings[m.filename], strings[m.build_id]) for m in profile.mapping}
 
     def frame(number):
         line = locations[number].line[0]
@@ -540,7 +556,8 @@ def pprof_is_read_by_protobuf(setting):
     adam = next(s for s in profile.sample if s.value[1] == 31 * 8388608)
     equal([frame(i)[0] for i in adam.location_id][0], "cuMemAllocAsync", "the innermost frame, first")
     equal(frame(adam.location_id[2]), ("step", "/home/someone/projects/language-model/optim/adam.py", 58), "a frame")
-    equal(mappings[locations[adam.location_id[1]].mapping_id], report["stacks"][2][0]["module"], "its module")
+    equal(mappings[locations[adam.location_id[1]].mapping_id], 
+          (report["modules"][0]["path"], report["modules"][0]["build_id"]), "its module and build id")
     equal(profile.duration_nanos, 41_250_000_000, "duration")
 
 
@@ -599,7 +616,7 @@ def memory_viz_is_a_pickle(setting):
         equal(at - segment["address"], segment["total_size"], "bytes of a segment")
     equal(sum(s["total_size"] for s in segments), live_bytes(full()), "bytes in all")
     equal([set(frame) for b in blocks for frame in b["frames"]], [{"name", "filename", "line"}] * sum(
-        len(full()["stacks"][g["stack"]]) * g["count"] for g in full()["live"]), "frames")
+        len(full()["stacks"][g["stack"]]["frames"]) * g["count"] for g in full()["live"]), "frames")
     adam = next(b for b in blocks if b["size"] == 8388608)["frames"][1]
     equal((adam["name"], adam["line"]), ("step", 58), "a frame")
     check(adam["filename"].endswith("/language-model/optim/adam.py"), adam)
@@ -622,6 +639,379 @@ def nothing_to_export_is_said(setting):
         equal(out, b"", "stdout")
         check(words in err and err.count("\n") == 1, err)
         check(not (setting.scratch / f"none.{form}").exists(), f"{form}: an empty file")
+
+
+# --- symbols ----------------------------------------------------------------------------------------------
+
+PROGRAMS = HERE / "programs"
+# What a frame is called, and the comment on its line; innermost first. True: inlined into the next.
+FRAMES = {
+    "fill": [("shapes::Grid<float>::fill(float)", "fill"), ("shapes::outer(int)", "outer"), ("main", "main")],
+    "make": [("shapes::Grid<double>::make(char const*) const", "make")],
+    "hidden": [("(anonymous namespace)::hidden()", "hidden")],
+    "lambda": [("operator()", "lambda"), ("main", "main calls lambda")],
+    "innermost": [("(anonymous namespace)::innermost", "innermost"), ("in_symtab_only(int)", "in_symtab_only")],
+    "static": [("in_symtab_only(int)", "static")],
+    "exported": [("library_call(int)", "exported")],
+}
+
+
+def command(*words, **options):
+    done = subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=240, **options)
+    check(done.returncode == 0, f"{words}: {done.stderr or done.stdout}")
+    return done.stdout
+
+
+def build_id_of(path):
+    return re.search(r"Build ID: ([0-9a-f]+)", command("readelf", "-n", path))[1]
+
+
+class Programs:
+    """The programs of PROGRAMS, built in a folder of their own, and the places that they print: name to (file, offset)."""
+
+    def __init__(self, setting, compiler="g++", *flags, source="shapes.cpp"):
+        if not shutil.which(compiler):
+            raise Skip(f"no {compiler}")
+        self.setting = setting
+        self.folder = Path(tempfile.mkdtemp(dir=setting.scratch))
+        self.library, self.program = self.folder / "libshapes.so", self.folder / "shapes"
+        # A build id even where the compiler was made to leave it out.
+        link = ["-Xlinker", "--build-id=sha1"]
+        pic = ["-Xcompiler", "-fPIC"] if compiler == "nvcc" else ["-fPIC"]
+        command(compiler, *flags, *pic, *link, "-shared", PROGRAMS / "library.cpp", "-o", self.library,
+                cwd=self.folder)
+        command(compiler, *flags, *link, PROGRAMS / source, self.library, "-o", self.program, cwd=self.folder)
+        self.places = {}
+        for line in command(self.program).splitlines():
+            name, offset, module = line.split("\t")
+            self.places[name] = (Path(module) if module else self.program, int(offset))
+        equal(sorted(self.places), sorted(FRAMES), "places that the programs print")
+        self.sources = {path.name: path.read_text().splitlines() for path in PROGRAMS.iterdir()}
+        self.source = source
+
+    def report(self, name="symbols.json", build_ids=None):
+        """A report with a stack for each place, under one Python frame."""
+        ids = build_ids or {path: build_id_of(path) for path in (self.program, self.library)}
+        report = full()
+        report["modules"] = [{"path": str(path), "build_id": ids[path]} for path in (self.program, self.library)]
+        modules = [self.program, self.library]
+        report["frames"] = [{"module": modules.index(path), "offset": offset} for path, offset in self.places.values()]
+        report["frames"].append({"function": "train", "file": "train.py", "line": 12})
+        kinds = report["stacks"][0]
+        report["stacks"] = [{**kinds, "frames": [i, len(self.places)]} for i in range(len(self.places))]
+        report["live"] = [{**report["live"][0], "size": 4096 << i, "count": 1, "stack": i}
+                          for i in range(len(self.places))]
+        return self.setting.write(name, report)
+
+    def line(self, name):
+        """File and line of a comment in the sources."""
+        for file, lines in self.sources.items():
+            for number, text in enumerate(lines, 1):
+                if file in (self.source, "library.cpp") and text.endswith(f"// {name}"):
+                    return str(PROGRAMS / file), number
+        raise AssertionError(f"no comment {name!r}")
+
+    def resolved(self, report, *arguments, stderr=""):
+        """The frames of each place as `--symbolize` writes them."""
+        out = self.setting.scratch / "symbolized.json"
+        printed, err = self.setting.cushion(report, "--symbolize", out, *arguments)
+        equal((printed, err), (b"", stderr), "stdout and stderr")
+        written = json.loads(out.read_text())
+        frames = [[written["frames"][i] for i in stack["frames"]] for stack in written["stacks"]]
+        equal([stack[-1] for stack in frames], [{"function": "train", "file": "train.py", "line": 12}] * len(frames),
+              "the Python frame")
+        return {name: stack[:-1] for name, stack in zip(self.places, frames)}
+
+    def check_frames(self, found, names=FRAMES):
+        for name in names:
+            functions = [frame.get("function", "") for frame in found[name]]
+            equal(len(functions), len(FRAMES[name]), f"frames of {name} ({functions})")
+            for frame, (function, comment) in zip(found[name], FRAMES[name]):
+                check(function in frame["function"], f"{name}: {frame}, expected {function}")
+                equal((frame.get("file"), frame.get("line")), self.line(comment), f"{name}: file and line of {frame}")
+            equal([frame.get("inlined", False) for frame in found[name]], [True] * (len(functions) - 1) + [False],
+                  f"which frames of {name} are inlined")
+
+    def check_raw(self, found, names=FRAMES):
+        for name in names:
+            equal([sorted(frame) for frame in found[name]], [["module", "offset"]], f"{name}: {found[name]}")
+
+    def strip(self):
+        """Takes the symbols out of both files, into debug files that lie elsewhere."""
+        debug = {}
+        for path in (self.program, self.library):
+            debug[path] = self.setting.scratch / f"{path.stem}.debug"
+            command("objcopy", "--only-keep-debug", path, debug[path])
+            command("objcopy", "--strip-all", path)
+        return debug
+
+
+def symbols_are_read(setting):
+    if "libdw" not in subprocess.run(["ldd", str(setting.build / "cushion")], capture_output=True, text=True).stdout:
+        raise Skip("this cushion was built without libdw (Debian: libdw-dev)")
+
+
+@case
+def symbols_of_compilers(setting):
+    """Function, file and line of each frame, inlined ones too, as the sources have them."""
+    symbols_are_read(setting)
+    for flags in (["-O2", "-g"], ["-O1", "-g", "-no-pie"], ["-O2", "-g", "-gdwarf-4", "-gz"],
+                  ["-O2", "-g", "-gsplit-dwarf"], ["-O2", "-g", "-ffunction-sections", "-Wl,--gc-sections"]):
+        for compiler in ("g++", "clang++"):
+            if shutil.which(compiler):
+                programs = Programs(setting, compiler, *flags)
+                programs.check_frames(programs.resolved(programs.report()))
+    programs = Programs(setting, "g++", "-O0", "-g")
+    programs.check_frames(programs.resolved(programs.report()), ["make", "hidden", "static", "exported", "fill"])
+
+
+@case
+def symbols_of_nvcc(setting):
+    symbols_are_read(setting)
+    programs = Programs(setting, "nvcc", "-O2", "-g", source="shapes.cu")
+    programs.check_frames(programs.resolved(programs.report()))
+
+
+@case
+def symbols_from_separate_files(setting):
+    """By build id and by .gnu_debuglink, in the places that debuggers look in and in --debug-dir."""
+    symbols_are_read(setting)
+    programs = Programs(setting, "g++", "-O2", "-g")
+    report = programs.report()
+    debug = programs.strip()
+    found = programs.resolved(report)
+    programs.check_raw(found, ["fill", "hidden", "static"])
+    equal([frame.get("function") for frame in found["exported"]], ["library_call(int)"], "by the dynamic symbols")
+    elsewhere = setting.scratch / "elsewhere"
+
+    def lay(place):
+        for path, file in debug.items():
+            there = place(path)
+            there.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, there)
+
+    # By build id, which both the stripped file and the debug file have.
+    lay(lambda path: elsewhere / ".build-id" / build_id_of(path)[:2] / (build_id_of(path)[2:] + ".debug"))
+    programs.check_raw(programs.resolved(report), ["fill"])
+    programs.check_frames(programs.resolved(report, "--debug-dir", setting.scratch, "--debug-dir", elsewhere))
+    programs.check_frames(programs.resolved(report, "--debug-dir", "elsewhere"))
+    # The same where the modules themselves are gone, or others lie in their place: the debug file is the report's own.
+    kept = {path: path.read_bytes() for path in debug}
+    for path in debug:
+        path.unlink()
+    programs.check_raw(programs.resolved(report))
+    programs.check_frames(programs.resolved(report, "--debug-dir", elsewhere))
+    for path, content in kept.items():
+        path.write_bytes(content)
+    # By link: without a build id, which would be preferred.
+    for path, file in debug.items():
+        command("objcopy", "--remove-section=.note.gnu.build-id", file)
+        command("objcopy", "--remove-section=.note.gnu.build-id", f"--add-gnu-debuglink={file}", path)
+    report = programs.report("linked.json", dict.fromkeys(debug, ""))
+    programs.check_raw(programs.resolved(report), ["fill"])
+    for place in (lambda path: path.parent / debug[path].name, lambda path: path.parent / ".debug" / debug[path].name):
+        lay(place)
+        programs.check_frames(programs.resolved(report))
+        for path in debug:
+            place(path).unlink()
+    lay(lambda path: Path(f"{elsewhere}{path.parent}") / debug[path].name)
+    programs.check_frames(programs.resolved(report, "--debug-dir", elsewhere))
+    # A debug file of another build is not taken.
+    other = Programs(setting, "g++", "-O0", "-g")
+    other.strip()  # over those of the first
+    lay(lambda path: path.parent / debug[path].name)
+    programs.check_raw(programs.resolved(report), ["fill"])
+
+
+@case
+def symbols_without_debug_information(setting):
+    """The symbol tables name functions, static ones too; no file, no line, nothing inlined."""
+    symbols_are_read(setting)
+    for compiler in ("g++", "clang++"):
+        if not shutil.which(compiler):
+            continue
+        programs = Programs(setting, compiler, "-O2")
+        found = programs.resolved(programs.report())
+        names = {name: [(frame.get("function"), frame.get("file")) for frame in stack] for name, stack in found.items()}
+        equal(names["static"], [("in_symtab_only(int)", None)], "a static function")
+        equal(names["fill"], [("main", None)], "an inlined function's caller")
+        equal(names["hidden"], [("(anonymous namespace)::hidden()", None)], "a function without a linker's name")
+        check(names["make"][0][0].startswith("shapes::Grid<double>::make(char const*) const"), f"a template: {names}")
+
+
+@case
+def symbols_of_another_file(setting):
+    """A file that is not the one that ran says so by its build id; nothing is taken from it."""
+    symbols_are_read(setting)
+    programs = Programs(setting, "g++", "-O2", "-g")
+    ids = {path: build_id_of(path) for path in (programs.program, programs.library)}
+    ids[programs.library] = "00" * 20
+    line = f"cushion: {programs.library}: its build id is not the report's: no symbols are taken from it\n"
+    report = programs.report(build_ids=ids)
+    found = programs.resolved(report, stderr=line)
+    programs.check_raw(found, ["innermost", "static", "exported"])
+    programs.check_frames(found, ["fill", "make", "hidden", "lambda"])
+    out, err = setting.cushion(report, report, report)  # said once
+    equal(err, line, "stderr of three ranks")
+    check(f"libshapes.so+{programs.places['static'][1]:#x}\n" in out.decode(), out.decode())
+    ids[programs.library] = build_id_of(programs.library).upper()
+    programs.check_frames(programs.resolved(programs.report(build_ids=ids)))
+    programs.check_frames(programs.resolved(programs.report(build_ids=dict.fromkeys(ids, ""))))
+
+
+@case
+def symbols_of_damaged_files(setting):
+    """Whatever a module's file holds by now, the report is shown."""
+    import random
+    symbols_are_read(setting)
+    programs = Programs(setting, "g++", "-O2", "-g")
+    report = programs.report()
+    whole = programs.library.read_bytes()
+    readable = f"cushion: {programs.library}: no program or library that can be read: no symbols are taken from it\n"
+    for content, stderr in ((b"", readable), (b"no ELF", readable), (whole[:20], readable),
+                            (whole[:3000] + b"\0" * (len(whole) - 3000), None)):
+        programs.library.write_bytes(content)
+        err = setting.cushion(report)[1]
+        check(err.count("\n") <= 1 and (stderr is None or err == stderr), f"{len(content)} bytes: {err!r}")
+        programs.check_frames(programs.resolved(report, stderr=err), ["fill", "hidden"])
+    programs.library.unlink()
+    programs.check_raw(programs.resolved(report), ["static"])
+    for make in (os.mkfifo, os.mkdir):  # nobody writes to the pipe: it must not be waited for
+        make(programs.library)
+        programs.check_raw(programs.resolved(report), ["static"])
+        (os.unlink if make is os.mkfifo else os.rmdir)(programs.library)
+    chance = random.Random(1)
+    sections = re.findall(r"\.(?:debug_\w+|symtab|strtab|shstrtab|dynsym)\s+\w+\s+\w+ (\w+) (\w+)",
+                          command("readelf", "-SW", programs.program))
+    check(len(sections) > 8, f"sections: {sections}")
+    whole = programs.program.read_bytes()
+    report = programs.report("any.json", dict.fromkeys((programs.program, programs.library), ""))
+    for _ in range(60):
+        content = bytearray(whole)
+        for offset, size in chance.sample(sections, 3):
+            for _ in range(chance.choice((1, 4, 64))):
+                content[int(offset, 16) + chance.randrange(int(size, 16))] = chance.randrange(256)
+        if chance.random() < 0.3:
+            content[chance.randrange(64)] = chance.randrange(256)
+        if chance.random() < 0.3:
+            del content[chance.randrange(len(content)):]
+        programs.program.write_bytes(content)
+        setting.cushion(report)
+
+
+@case
+def symbols_in_every_form(setting):
+    """What is written back reads the same where the modules are gone; each format has the functions."""
+    symbols_are_read(setting)
+    programs = Programs(setting, "g++", "-O2", "-g")
+    report = programs.report()
+    raw = setting.text(report, "--no-symbols")
+    check("in_symtab_only" not in raw and f"libshapes.so+{programs.places['static'][1]:#x}" in raw, raw)
+    text = setting.text(report)
+    file, number = programs.line("fill")
+    check(f"      shapes::Grid<float>::fill(float)  {file}:{number}\n      shapes::outer(int)  {file}:" in text, text)
+    check(f"\n      in_symtab_only(int)  {programs.line('static')[0]}:{programs.line('static')[1]}\n      train  train.py:12\n"
+          in text, text)
+    before = json.loads(report.read_text())
+    before["later"] = {"unknown": [1, 2.5, "x"]}
+    report.write_text(json.dumps(before))
+    carried = setting.scratch / "carried.json"
+    equal(setting.text(report, "--symbolize", carried), "", "stdout")
+    after = json.loads(carried.read_text())
+    equal({k: v for k, v in after.items() if k not in ("frames", "stacks")},
+          {k: v for k, v in before.items() if k not in ("frames", "stacks")}, "all but frames and stacks")
+    equal([{**s, "frames": 0} for s in after["stacks"]], [{**s, "frames": 0} for s in before["stacks"]], "stacks")
+    programs.program.unlink()
+    programs.library.unlink()
+    equal(setting.text(carried), text, "what was written back")
+    setting.text(carried, "--symbolize", "again.json")
+    equal((setting.scratch / "again.json").read_bytes(), carried.read_bytes(), "what was written back twice")
+    out, _ = setting.cushion(carried, "--format", "folded")
+    check(b"train;main;shapes::outer(int);shapes::Grid<float>::fill(float);cuMemAlloc 4096\n" in out, out.decode())
+    out, _ = setting.cushion(carried, "--format", "speedscope")
+    names = {(f["name"], f.get("line")) for f in json.loads(out)["shared"]["frames"]}
+    check(("shapes::Grid<float>::fill(float)", number) in names, names)
+    out, _ = setting.cushion(carried, "--format", "memory-viz")
+    check(b"shapes::Grid<float>::fill(float)" in out and file.encode() in out, "memory-viz lacks names")
+    setting.text(carried, "--html", "page.html")
+    page = (setting.scratch / "page.html").read_text()
+    check(f"shapes::Grid&lt;float&gt;::fill(float) <span class=\"quiet\">{file}:{number}</span>" in page, "the page")
+    for wrong in ([report, report, "--symbolize", "x"], [report, "--symbolize", "x", "--no-symbols"],
+                  [report, "--symbolize", "x", "--html", "y"]):
+        setting.cushion(*wrong, code=2)
+    setting.cushion(carried, "--symbolize", "missing/x", code=1)
+    try:
+        equal(errors(validator(strict=True), after | {"later": None}), ["/: Additional properties are not allowed "
+              "('later' was unexpected)"], "what was written back, against the schema")
+    except Skip:
+        pass
+    profile = profile_message()
+    out, _ = setting.cushion(carried, "--format", "pprof")
+    profile.ParseFromString(gzip.decompress(out))
+    strings = list(profile.string_table)
+    functions = {f.id: strings[f.name] for f in profile.function}
+    stacks = [[functions[line.function_id] for line in location.line] for location in profile.location]
+    check(["shapes::Grid<float>::fill(float)", "shapes::outer(int)", "main"] in stacks, f"a place of three: {stacks}")
+    equal({strings[m.filename]: strings[m.build_id] for m in profile.mapping},
+          {m["path"]: m["build_id"] for m in before["modules"]}, "mappings")
+
+
+@case
+def symbols_ask_no_network(setting):
+    import socket
+    symbols_are_read(setting)
+    programs = Programs(setting, "g++", "-O2", "-g")
+    report = programs.report()
+    programs.strip()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        setting.cushion(report, DEBUGINFOD_URLS=f"http://127.0.0.1:{server.getsockname()[1]}", HOME=str(setting.scratch))
+        server.setblocking(False)
+        try:
+            server.accept()
+            raise AssertionError("a debuginfod server was asked")
+        except BlockingIOError:
+            pass
+
+
+# --- stacks -----------------------------------------------------------------------------------------------
+
+@case
+def sampled_stacks_are_estimates(setting):
+    report = full()
+    report["tracking"]["level"] = "sampled:2097152"
+    for stack in report["stacks"]:
+        stack.update(interval=2097152, live_bytes=stack["live_bytes"] + 1)
+    for group in report["live"][1:]:
+        del group["stack"]  # of most blocks the stack was not taken
+    path = setting.write("sampled.json", report)
+    text = setting.text(path)
+    for kind in ("bytes never freed", "bytes at the peak", "allocations", "temporary allocations"):
+        check(f"\nMost {kind}, by call stack (estimates: sampled every 2.00 MiB)\n" in text, text)
+    out, err = setting.cushion(path, "--format", "folded")
+    check("was sampled: bytes by call stack are estimates" in err and "no call stacks for some live blocks" in err, err)
+    untracked = report["live"][3]
+    expected = sum(s["live_bytes"] for s in report["stacks"]) + untracked["size"] * untracked["count"]
+    equal(sum(int(line.rsplit(b" ", 1)[1]) for line in out.splitlines()), expected, "bytes: each block once")
+    exact = setting.text(FULL)
+    check("estimates" not in exact and "Most bytes never freed" not in exact, exact)
+
+
+@case
+def leaks_are_grouped_by_stack(setting):
+    report = full()
+    group = report["live"][0]
+    report["live"].append({**group, "size": 512, "count": 3, "device": 1, "stream": "9", "oldest_age_s": 40.5})
+    text = setting.text(setting.write("one.json", report))
+    check(re.search(r"768\.00 MiB +15 +512 B to 64\.00 MiB +cuMemAlloc +several +several +40\.50 s\n", text), text)
+    equal(len(re.findall(r"^ .* cuMemAlloc", text[text.index("Never freed"):], re.M)), 5, "rows")
+    # Stacks that look the same are one, whatever their addresses.
+    report["frames"].append({**report["frames"][0], "offset": 7})
+    report["stacks"].append({**report["stacks"][0], "frames": [len(report["frames"]) - 1,
+                                                               *report["stacks"][0]["frames"][1:]]})
+    report["live"][-1]["stack"] = len(report["stacks"]) - 1
+    text = setting.text(setting.write("two.json", report))
+    check(re.search(r"768\.00 MiB +15 +512 B to 64\.00 MiB +cuMemAlloc +several", text), text)
+    check(re.search(r"\n +1 400 +2\.25 GiB\n", text), text)
 
 
 # --- the page ---------------------------------------------------------------------------------------------
@@ -758,7 +1148,8 @@ def page_in_a_browser(setting):
     wide = browser.probe(page, 1280)
     equal(wide["titles"], ["Memory over time", "Never freed, by call stack", "At the peak, by call stack",
                            "Never freed", "Most allocations, by call stack",
-                           "Most temporary allocations, by call stack", "Memory by device", "Sizes asked for",
+                           "Most temporary allocations, by call stack", "Where cudaFree waited, by call stack",
+                           "Memory by device", "Sizes asked for",
                            "Lifetimes", "Calls"], "sections")
     share = 31 * 8388608 / live_bytes(full())
     check(abs(wide["step"] - share) < 0.002, f"frame `step`: {wide['step']} of the width, expected {share}")

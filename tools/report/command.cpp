@@ -12,6 +12,7 @@
 #include "tools/report/exports.h"
 #include "tools/report/page.h"
 #include "tools/report/report_file.h"
+#include "tools/report/symbolize.h"
 #include "tools/report/text.h"
 #include "tools/report/words.h"
 
@@ -56,16 +57,24 @@ std::vector<std::string> report_formats() {
 
 int show_reports(const ReportRequest& request) {
   std::vector<Report> reports;
+  std::string text;
   bool bad = false;
   for (const std::string& file : request.files) {
     try {
-      reports.push_back(read_report(file));
+      text = read_text(file);
+      reports.push_back(parse_report(text, file));
     } catch (const ReportError& error) {
       fmt::print(stderr, "cushion: {}\n", error.what());
       bad = true;
     }
   }
   if (bad) return kBadFile;
+  if (!request.raw) {
+    Symbolizer symbolizer(request.debug_dirs);
+    for (Report& report : reports) symbolizer.symbolize(report);
+    for (const std::string& problem : symbolizer.problems()) fmt::print(stderr, "cushion: {}\n", problem);
+  }
+  if (!request.symbolized.empty()) return write(request.symbolized, with_frames_of(reports.front(), text));
   if (!request.difference) {  // ranks in their order; files without one as they were named
     std::ranges::stable_sort(reports, {}, [](const Report& r) { return r.rank.value_or(0); });
   }

@@ -14,6 +14,9 @@ struct ReportRequest {
   std::string html;         // a page to write
   std::string format;       // another tool's, instead of text
   std::string output;       // where that goes; empty: stdout
+  std::string symbolized;   // the report of one file to write again, with its symbols
+  bool raw = false;         // frames as they are in the files
+  std::vector<std::string> debug_dirs;
 };
 
 // The words of `--format`.

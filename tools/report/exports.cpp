@@ -54,7 +54,7 @@ json speedscope_profile(const char* name, const Samples& samples, SpeedscopeFram
   std::uint64_t total = 0;
   for (const Sample& sample : samples.all) {
     json stack = json::array();
-    for (const Frame& frame : sample.frames) stack.push_back(frames.index_of(frame));
+    for (const FramePointer& frame : sample.frames) stack.push_back(frames.index_of(*frame));
     stacks.push_back(std::move(stack));
     weights.push_back(sample.bytes);
     total = add(total, sample.bytes);
@@ -72,7 +72,7 @@ Exported to_folded(const std::vector<Report>& reports) {
   std::map<std::string, std::uint64_t> lines;
   for (const Sample& sample : samples.all) {
     std::string line;
-    for (const Frame& frame : sample.frames) line.append(line.empty() ? "" : ";").append(folded_name(frame));
+    for (const FramePointer& frame : sample.frames) line.append(line.empty() ? "" : ";").append(folded_name(*frame));
     std::uint64_t& bytes = lines[line];
     bytes = add(bytes, sample.bytes);
   }

@@ -40,9 +40,9 @@ FlameFrame flame_of(const std::vector<Sample>& samples) {
   root.name = "all";
   for (const Sample& sample : samples) {
     Named& one = named.emplace_back(Named{{}, sample.bytes, sample.count});
-    for (const Frame& frame : sample.frames) {
+    for (const FramePointer& frame : sample.frames) {
       if (one.frames.size() == FlameFrame::kDeepest) break;
-      one.frames.emplace_back(frame_name(frame), frame_place(frame));
+      one.frames.emplace_back(frame_name(*frame), frame_place(*frame));
     }
     root.bytes = add(root.bytes, sample.bytes);
     root.count = add(root.count, sample.count);

@@ -7,25 +7,30 @@
 #include <span>
 #include <tuple>
 
+#include "tools/report/stacks.h"
 #include "tools/report/words.h"
 
 namespace cushion {
 namespace {
 
-// Stacks that look the same have the same number, in whatever report they are; 0 is none.
-class StackNumbers {
- public:
-  std::size_t of(const Stack& stack) {
-    std::string text;
-    for (const Frame& frame : stack) text += frame_name(frame) + '\t' + frame_place(frame) + '\n';
-    return numbers_.try_emplace(std::move(text), numbers_.size() + 1).first->second;
-  }
-
- private:
-  std::map<std::string, std::size_t> numbers_;
-};
-
+// Size (of blocks without a stack), call, server, stack.
 using Kind = std::tuple<std::uint64_t, std::string, std::string, std::size_t>;
+
+void add_to(Leak& leak, const LiveBlocks& blocks, const Report& report, std::size_t number) {
+  if (leak.blocks == nullptr) {
+    leak.blocks = &blocks;
+    leak.stack = blocks.stack ? &report.stacks[*blocks.stack] : nullptr;
+    leak.smallest = leak.largest = blocks.size;
+  }
+  leak.count = add(leak.count, blocks.count);
+  leak.bytes = add(leak.bytes, blocks.bytes());
+  leak.smallest = std::min(leak.smallest, blocks.size);
+  leak.largest = std::max(leak.largest, blocks.size);
+  leak.oldest_age_s = std::max(leak.oldest_age_s, blocks.oldest_age_s);  // none is least
+  leak.one_device = leak.one_device && leak.blocks->device == blocks.device;
+  leak.one_stream = leak.one_stream && leak.blocks->stream == blocks.stream;
+  if (leak.reports.empty() || leak.reports.back() != number) leak.reports.push_back(number);
+}
 
 std::map<Kind, Leak> kinds_of(std::span<const Report> reports, StackNumbers& stacks) {
   std::map<Kind, Leak> kinds;
@@ -33,14 +38,8 @@ std::map<Kind, Leak> kinds_of(std::span<const Report> reports, StackNumbers& sta
     std::vector<std::size_t> numbers;
     for (const Stack& stack : reports[r].stacks) numbers.push_back(stacks.of(stack));
     for (const LiveBlocks& blocks : reports[r].live) {
-      Leak& leak = kinds[{blocks.size, blocks.api, blocks.served_by, blocks.stack ? numbers[*blocks.stack] : 0}];
-      if (leak.blocks == nullptr) {
-        leak.blocks = &blocks;
-        leak.stack = blocks.stack ? &reports[r].stacks[*blocks.stack] : nullptr;
-      }
-      leak.count = add(leak.count, blocks.count);
-      leak.bytes = add(leak.bytes, blocks.bytes());
-      if (leak.reports.empty() || leak.reports.back() != r) leak.reports.push_back(r);
+      const std::size_t number = blocks.stack ? numbers[*blocks.stack] : 0;
+      add_to(kinds[{number != 0 ? 0 : blocks.size, blocks.api, blocks.served_by, number}], blocks, reports[r], r);
     }
   }
   return kinds;
@@ -48,17 +47,23 @@ std::map<Kind, Leak> kinds_of(std::span<const Report> reports, StackNumbers& sta
 
 }  // namespace
 
+std::string sizes_text(const Leak& leak) {
+  const std::string smallest = bytes_text(leak.smallest);
+  const std::string largest = bytes_text(leak.largest);
+  return smallest == largest ? largest : fmt::format("{} to {}", smallest, largest);
+}
+
 std::vector<Leak> leaks_of(const std::vector<Report>& reports) {
+  StackNumbers stacks;
   std::vector<Leak> leaks;
-  if (reports.size() == 1) {
-    const Report& report = reports.front();
-    for (const LiveBlocks& blocks : report.live) {
-      leaks.push_back(
-          {&blocks, blocks.stack ? &report.stacks[*blocks.stack] : nullptr, blocks.count, blocks.bytes(), {0}});
+  const bool one = reports.size() == 1;
+  if (one) {
+    for (const LiveBlocks& blocks : reports.front().live) {
+      if (!blocks.stack) add_to(leaks.emplace_back(), blocks, reports.front(), 0);
     }
-  } else {
-    StackNumbers stacks;
-    for (auto& [kind, leak] : kinds_of(reports, stacks)) leaks.push_back(std::move(leak));
+  }
+  for (auto& [kind, leak] : kinds_of(reports, stacks)) {
+    if (!one || leak.stack != nullptr) leaks.push_back(std::move(leak));
   }
   std::ranges::stable_sort(leaks, std::greater{}, &Leak::bytes);
   return leaks;

@@ -1,11 +1,12 @@
-// Leaks: the live blocks of one report or many, each kind once. Of one report a kind is what the report grouped; of
-// many (ranks of one job) and between two, device and stream are left out, since they differ from run to run: a kind is
-// then size, call, server and call stack.
+// Leaks: the live blocks of one report or many, each kind once. Blocks with a call stack are one kind by it, call and
+// server, whatever their sizes. Of others a kind is what the report grouped; of many reports (ranks of one job) and
+// between two, device and stream are left out, since they differ from run to run: it is then size, call and server.
 //
 // Cost: one pass and a sort; stacks are compared by what a person sees of them, once a report.
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -18,8 +19,16 @@ struct Leak {
   const Stack* stack = nullptr;        // none if the report has none
   std::uint64_t count = 0;
   std::uint64_t bytes = 0;
+  std::uint64_t smallest = 0;  // size of a block
+  std::uint64_t largest = 0;
+  std::optional<double> oldest_age_s;
+  bool one_device = true;
+  bool one_stream = true;
   std::vector<std::size_t> reports;  // which have it, by their place in the list
 };
+
+// The size of its blocks, or the smallest and the largest.
+std::string sizes_text(const Leak& leak);
 
 std::vector<Leak> leaks_of(const std::vector<Report>& reports);  // most bytes first
 

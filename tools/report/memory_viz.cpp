@@ -135,10 +135,10 @@ class Snapshot {
       return;
     }
     out_.begin_list();
-    for (const Frame& frame : stack == nullptr ? Stack{} : *stack) {
-      out_.begin_dict().text("name").text(frame_name(frame)).text("filename");
-      out_.text(plain(frame.file.empty() ? frame.module : frame.file));
-      field("line", frame.line);
+    for (const FramePointer& frame : stack == nullptr ? std::vector<FramePointer>() : stack->frames) {
+      out_.begin_dict().text("name").text(frame_name(*frame)).text("filename");
+      out_.text(plain(frame->file.empty() && frame->module ? frame->module->path : frame->file));
+      field("line", frame->line);
       out_.end_dict();
     }
     out_.end_list();

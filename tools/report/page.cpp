@@ -10,6 +10,7 @@
 #include "tools/report/flame.h"
 #include "tools/report/leaks.h"
 #include "tools/report/samples.h"
+#include "tools/report/stacks.h"
 #include "tools/report/words.h"
 
 namespace cushion {
@@ -84,10 +85,7 @@ class Page {
     if (live.any_stack) flame("Never freed, by call stack", live);
     flame("At the peak, by call stack", peak_samples(reports_));
     leaks();
-    for (const Report& report : reports_) {
-      top("Most allocations, by call stack", report, report.top_stacks.by_count);
-      top("Most temporary allocations, by call stack", report, report.top_stacks.temporary);
-    }
+    tops();
     devices();
     histograms();
     calls();
@@ -244,14 +242,15 @@ class Page {
         put("<tbody><tr>");
         number(leaks[i].bytes, bytes_text(leaks[i].bytes));
         number(leaks[i].count, count_text(leaks[i].count));
-        number(b.size, bytes_text(b.size));
+        number(leaks[i].largest, sizes_text(leaks[i]));
         text(b.api + (b.served_by == "driver" ? " (driver)" : ""));
         if (many) {
           text(ranges_text(leaks[i].reports));
         } else {
-          number(b.device, std::to_string(b.device));
-          text(b.stream.value_or("-"));
-          number(b.oldest_age_s.value_or(-1), b.oldest_age_s ? seconds_text(*b.oldest_age_s) : "-");
+          number(b.device, leaks[i].one_device ? std::to_string(b.device) : "several");
+          text(leaks[i].one_stream ? b.stream.value_or("-") : "several");
+          const std::optional<double> age = leaks[i].oldest_age_s;
+          number(age.value_or(-1), age ? seconds_text(*age) : "-");
         }
         put("</tr>");
         stack(leaks[i].stack, headings.size());
@@ -263,29 +262,34 @@ class Page {
     close();
   }
 
-  void top(std::string_view title, const Report& report, const std::vector<StackUse>& uses) {
-    if (uses.empty()) return;
-    open(reports_.size() > 1 ? fmt::format("{}: {}", title, label_of(report)) : std::string(title));
-    table({{"bytes", true}, {"blocks", true}, {"a block", true}});
-    for (std::size_t i = 0; i < uses.size() && i < rows_; ++i) {
+  // Flame graphs show what is live, and what was at the peak.
+  void tops() {
+    const std::vector<SeenStack> stacks = seen_stacks(reports_);
+    for (const std::size_t list : {kMostAllocations, kMostTemporary, kLongestWaits}) top(top_list(list), stacks);
+  }
+
+  void top(const TopList& list, const std::vector<SeenStack>& stacks) {
+    const std::vector<SeenStack> most = most_of(stacks, list);
+    if (most.empty()) return;
+    open(list.title + estimates_text(most));
+    table({{list.headings[0], true}, {list.headings[1], true}}, list.headings[0]);
+    for (std::size_t i = 0; i < most.size() && i < rows_; ++i) {
       put("<tbody><tr>");
-      number(uses[i].bytes, bytes_text(uses[i].bytes));
-      number(uses[i].count, count_text(uses[i].count));
-      const std::uint64_t each = uses[i].bytes / std::max<std::uint64_t>(uses[i].count, 1);
-      number(each, bytes_text(each));
+      for (const TopList::Cell& cell : list.cells(most[i].use)) number(cell.value, cell.text);
       put("</tr>");
-      stack(&report.stacks[uses[i].stack], 3);
+      stack(most[i].stack, 2);
       put("</tbody>\n");
     }
     end_table();
+    if (most.size() > rows_) put("<p class=\"quiet\">and {} more</p>\n", count_text(most.size() - rows_));
     close();
   }
 
   void stack(const Stack* stack, std::size_t columns) {
-    if (stack == nullptr || stack->empty()) return;
+    if (stack == nullptr || stack->frames.empty()) return;
     put("<tr><td class=\"w\" colspan=\"{}\"><details><summary>{}</summary><ol>", columns, html(chain_text(*stack)));
-    for (const Frame& frame : *stack)
-      put("<li>{} <span class=\"quiet\">{}</span></li>", html(frame_name(frame)), html(frame_place(frame)));
+    for (const FramePointer& frame : stack->frames)
+      put("<li>{} <span class=\"quiet\">{}</span></li>", html(frame_name(*frame)), html(frame_place(*frame)));
     put("</ol></details></td></tr>");
   }
 
@@ -308,6 +312,13 @@ class Page {
       }
     }
     end_table();
+    for (const Report& report : reports_) {
+      for (const DeviceUse& device : report.devices) {
+        if (!device.fragmentation) continue;
+        put("<p class=\"quiet\">{}device {}: {}</p>\n", reports_.size() > 1 ? html(label_of(report)) + ", " : "",
+            device.device, fragmentation_text(*device.fragmentation));
+      }
+    }
     close();
   }
 
@@ -352,8 +363,8 @@ class Page {
       for (const auto& [name, count] : report.counters) {
         if (count != 0) put("{} {} · ", count_text(count), html(counter_text(name)));
       }
-      put("waits {} ({}) · driver calls of Cushion's own {} ({})", count_text(report.waits),
-          seconds_text(report.wait_seconds), count_text(report.driver_calls), seconds_text(report.driver_seconds));
+      put("waits {} · driver calls of Cushion's own {} ({})", waits_text(report), count_text(report.driver_calls),
+          seconds_text(report.driver_seconds));
       if (report.single_order_ended_by) put(" · single order ended by: {}", html(*report.single_order_ended_by));
       put("</p>\n");
       close();

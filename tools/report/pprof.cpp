@@ -2,10 +2,11 @@
 // hand: a field is its number and kind, then a number in base 128 or a length and bytes.
 #include <zlib.h>
 
+#include <iterator>
 #include <map>
+#include <ranges>
 #include <stdexcept>
 #include <string_view>
-#include <tuple>
 
 #include "tools/report/exports.h"
 #include "tools/report/samples.h"
@@ -46,7 +47,12 @@ class Profile {
   void value_type(const char* type, const char* unit) { profile_.message(1, type_of(type, unit)); }
   void sample(const Sample& sample) {
     Message out;
-    for (auto frame = sample.frames.rbegin(); frame != sample.frames.rend(); ++frame) out.number(1, location(*frame));
+    for (auto frame = sample.frames.rbegin(); frame != sample.frames.rend();) {  // innermost first
+      auto caller = std::next(frame);
+      while (caller != sample.frames.rend() && (*std::prev(caller))->inlined) ++caller;
+      out.number(1, location({frame, caller}));
+      frame = caller;
+    }
     out.number(2, as_signed(sample.count));
     out.number(2, as_signed(sample.bytes));
     profile_.message(2, out);
@@ -76,14 +82,15 @@ class Profile {
     if (is_new) strings_in_order_.push_back(text);
     return at->second;
   }
-  // Modules become mappings by name: where they lay in memory is not in a report.
-  std::uint64_t mapping(const std::string& module) {
-    const auto [at, is_new] = mappings_.try_emplace(module, mappings_.size() + 1);
+  // Where modules lay in memory is not in a report: addresses are those of the modules' files.
+  std::uint64_t mapping(const Module& module) {
+    const auto [at, is_new] = mappings_.try_emplace({module.path, module.build_id}, mappings_.size() + 1);
     if (is_new) {
       Message out;
       out.number(1, at->second);
-      out.number(5, string(module));
-      out.number(7, 1);  // has_functions
+      out.number(5, string(module.path));
+      out.number(6, string(module.build_id));
+      for (const unsigned has : {7U, 8U, 9U, 10U}) out.number(has, 1);  // functions, files, lines, inlined frames
       profile_.message(3, out);
     }
     return at->second;
@@ -101,18 +108,21 @@ class Profile {
     }
     return at->second;
   }
-  std::uint64_t location(const Frame& frame) {
-    const auto [at, is_new] = locations_.try_emplace(
-        {frame.function, frame.file, frame.module, frame.line, frame.offset}, locations_.size() + 1);
-    if (is_new) {
+  // Frames that were inlined, and the last one, into which they were.
+  std::uint64_t location(std::ranges::subrange<std::vector<FramePointer>::const_reverse_iterator> frames) {
+    Message out;
+    const Frame& outermost = **std::prev(frames.end());
+    if (outermost.module) out.number(2, mapping(*outermost.module));
+    out.number(3, outermost.offset);
+    for (const FramePointer& frame : frames) {
       Message line;
-      line.number(1, function(frame));
-      line.number(2, as_signed(frame.line));
-      Message out;
-      out.number(1, at->second);
-      if (!frame.module.empty()) out.number(2, mapping(frame.module));
-      out.number(3, frame.offset);
+      line.number(1, function(*frame));
+      line.number(2, as_signed(frame->line));
       out.message(4, line);
+    }
+    const auto [at, is_new] = locations_.try_emplace(out.content(), locations_.size() + 1);
+    if (is_new) {
+      out.number(1, at->second);
       profile_.message(4, out);
     }
     return at->second;
@@ -121,9 +131,9 @@ class Profile {
   Message profile_;
   std::vector<std::string> strings_in_order_;
   std::map<std::string, std::uint64_t> strings_;
-  std::map<std::string, std::uint64_t> mappings_;
+  std::map<std::pair<std::string, std::string>, std::uint64_t> mappings_;
   std::map<std::pair<std::string, std::string>, std::uint64_t> functions_;
-  std::map<std::tuple<std::string, std::string, std::string, std::uint64_t, std::uint64_t>, std::uint64_t> locations_;
+  std::map<std::string, std::uint64_t> locations_;  // by their content but the number
 };
 
 std::string compressed(const std::string& content) {

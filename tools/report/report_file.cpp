@@ -48,13 +48,12 @@ class Node {
   }
   std::string maybe_text(const char* key) const { return has(key) ? text(key) : std::string(); }
   std::uint64_t maybe_whole(const char* key) const { return has(key) ? whole(key) : 0; }
-  std::optional<std::size_t> maybe_index(const char* key, std::size_t size) const {
-    if (!has(key)) return std::nullopt;
-    return index(key, size);
+  // A place in a list of `size`.
+  std::size_t index(const char* key, const char* what, std::size_t size) const {
+    return within(whole(key), path_of(key), what, size);
   }
-  std::size_t index(const char* key, std::size_t size) const {
-    const std::uint64_t at = whole(key);
-    if (at >= size) fail(path_of(key), fmt::format("there is no stack {}: the file has {}", at, size));
+  static std::size_t within(std::uint64_t at, const std::string& path, const char* what, std::size_t size) {
+    if (at >= size) fail(path, fmt::format("there is no {} {}: the file has {}", what, at, size));
     return at;
   }
 
@@ -79,7 +78,6 @@ class Node {
     return *found;
   }
 
- private:
   static void expect(bool kept, const char* kind, const json& found, const std::string& path) {
     if (kept) return;
     const std::string shown =
@@ -87,6 +85,7 @@ class Node {
     fail(path, fmt::format("expected {}, found {}", kind, Printable<60>(shown).view()));
   }
 
+ private:
   const json& value_;
   std::string path_;
 };
@@ -100,7 +99,7 @@ LiveBlocks live_blocks(const Node& node) {
   blocks.device = node.whole("device");
   if (node.has("stream")) blocks.stream = node.text("stream");
   if (node.has("oldest_age_s")) blocks.oldest_age_s = node.number("oldest_age_s");
-  blocks.stack = node.maybe_index("stack", std::numeric_limits<std::size_t>::max());
+  if (node.has("stack")) blocks.stack = node.whole("stack");  // checked when the stacks are known
   return blocks;
 }
 
@@ -196,33 +195,41 @@ std::vector<Bucket> buckets(const Node& root, const char* key) {
   return all;
 }
 
-void read_stacks(const Node& root, Report& report) {
-  if (!root.has("stacks")) return;
-  const json& stacks = root.member("stacks", &json::is_array, "an array");
-  for (std::size_t i = 0; i < stacks.size(); ++i) {
-    const std::string path = fmt::format("/stacks/{}", i);
-    if (!stacks[i].is_array()) fail(path, "expected an array of frames");
-    Stack& stack = report.stacks.emplace_back();
-    for (std::size_t j = 0; j < stacks[i].size(); ++j) {
-      const Node frame = Node::element(stacks[i][j], path, j);
-      stack.push_back({frame.maybe_text("function"), frame.maybe_text("file"), frame.maybe_text("module"),
-                       frame.maybe_whole("line"), frame.maybe_whole("offset")});
-    }
+// The places in `size` things that an array of whole numbers names.
+std::vector<std::size_t> indices(const Node& node, const char* key, const char* what, std::size_t size) {
+  const json& array = node.member(key, &json::is_array, "an array");
+  std::vector<std::size_t> all;
+  all.reserve(array.size());
+  for (std::size_t i = 0; i < array.size(); ++i) {
+    const std::string path = fmt::format("{}/{}", node.path_of(key), i);
+    Node::expect(array[i].is_number_unsigned(), "a whole number, 0 or more", array[i], path);
+    all.push_back(Node::within(array[i].get<std::uint64_t>(), path, what, size));
   }
+  return all;
 }
 
-void read_top_stacks(const Node& root, Report& report) {
-  if (!root.has("top_stacks")) return;
-  const Node top = root.object("top_stacks");
-  const auto list = [&](const char* key, std::vector<StackUse>& into) {
-    top.objects(key, false, [&](const Node& node) {
-      into.push_back({node.index("stack", report.stacks.size()), node.whole("bytes"), node.whole("count")});
-    });
-  };
-  list("at_exit", report.top_stacks.at_exit);
-  list("at_peak", report.top_stacks.at_peak);
-  list("by_count", report.top_stacks.by_count);
-  list("temporary", report.top_stacks.temporary);
+void read_stacks(const Node& root, Report& report) {
+  root.objects("modules", false, [&](const Node& node) {
+    report.modules.push_back(std::make_shared<Module>(Module{node.text("path"), node.text("build_id")}));
+  });
+  std::vector<FramePointer> frames;
+  root.objects("frames", false, [&](const Node& node) {
+    Frame frame{node.maybe_text("function"), node.maybe_text("file"),
+                node.maybe_whole("line"),    nullptr,
+                node.maybe_whole("address"), node.has("inlined") && node.flag("inlined")};
+    if (node.has("module")) {
+      frame.module = report.modules[node.index("module", "module", report.modules.size())];
+      frame.offset = node.maybe_whole("offset");
+    }
+    frames.push_back(std::make_shared<Frame>(std::move(frame)));
+  });
+  root.objects("stacks", false, [&](const Node& node) {
+    Stack& stack = report.stacks.emplace_back();
+    for (const std::size_t i : indices(node, "frames", "frame", frames.size())) stack.frames.push_back(frames[i]);
+    stack.use = {node.whole("interval"),   node.whole("allocations"), node.whole("bytes"),      node.whole("live"),
+                 node.whole("live_bytes"), node.whole("peak"),        node.whole("peak_bytes"), node.whole("temporary"),
+                 node.whole("waits"),      node.number("wait_s")};
+  });
 }
 
 void read_calls(const Node& calls, Report& report) {
@@ -255,7 +262,10 @@ void read_sections(const Node& root, Report& report) {
   }
   root.objects("devices", true, [&](const Node& device) {
     report.devices.push_back({device.whole("device"), device.figure("requested"), device.figure("handed_out"),
-                              device.figure("held"), device.figure("forwarded")});
+                              device.figure("held"), device.figure("forwarded"), std::nullopt});
+    if (!device.has("fragmentation")) return;
+    const Node free = device.object("fragmentation");
+    report.devices.back().fragmentation = {free.whole("largest_free"), free.whole("free"), free.number("free_squares")};
   });
   read_calls(root.object("calls"), report);
   const Node driver = root.object("driver");
@@ -265,15 +275,14 @@ void read_sections(const Node& root, Report& report) {
   const Node waits = root.object("waits");
   report.waits = waits.whole("count");
   report.wait_seconds = waits.number("seconds");
+  if (waits.has("free_seconds")) report.free_wait_seconds = waits.number("free_seconds");
   if (root.has("single_order_ended_by")) report.single_order_ended_by = root.text("single_order_ended_by");
   report.live_complete = root.flag("live_complete");
   if (!root.member("live", &json::is_array, "an array").empty()) fail("/live/0", "expected objects in this array");
   read_stacks(root, report);
   for (std::size_t i = 0; i < report.live.size(); ++i) {
-    if (report.live[i].stack.value_or(0) >= report.stacks.size() && report.live[i].stack) {
-      fail(fmt::format("/live/{}/stack", i),
-           fmt::format("there is no stack {}: the file has {}", *report.live[i].stack, report.stacks.size()));
-    }
+    if (report.live[i].stack)
+      Node::within(*report.live[i].stack, fmt::format("/live/{}/stack", i), "stack", report.stacks.size());
   }
   root.objects("timeline", false, [&](const Node& point) {
     report.timeline.push_back({point.number("time_s"), point.whole("live"), point.whole("held")});
@@ -281,7 +290,6 @@ void read_sections(const Node& root, Report& report) {
   std::ranges::stable_sort(report.timeline, {}, &TimePoint::time_s);
   report.size_histogram = buckets(root, "size_histogram");
   report.lifetime_histogram = buckets(root, "lifetime_histogram");
-  read_top_stacks(root, report);
 }
 
 }  // namespace
@@ -334,7 +342,7 @@ Report parse_report(std::string_view text, const std::string& file) {
   return report;
 }
 
-Report read_report(const std::string& file) {
+std::string read_text(const std::string& file) {
   const std::string shown(Printable<300>(file).view());
   const std::unique_ptr<std::FILE, int (*)(std::FILE*)> stream(std::fopen(file.c_str(), "rbe"), &std::fclose);
   if (!stream) throw ReportError(fmt::format("{}: {}", shown, std::strerror(errno)));
@@ -342,7 +350,7 @@ Report read_report(const std::string& file) {
   char part[1 << 16];
   for (std::size_t got = 0; (got = std::fread(part, 1, sizeof part, stream.get())) > 0;) text.append(part, got);
   if (std::ferror(stream.get()) != 0) throw ReportError(fmt::format("{}: {}", shown, std::strerror(errno)));
-  return parse_report(text, file);
+  return text;
 }
 
 }  // namespace cushion

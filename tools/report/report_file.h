@@ -1,12 +1,14 @@
 // A report file, read: what the preload wrote at exit, as values. tools/report.schema.json says what each means.
 //
-// Invariant: a Report holds only what its file says, and is whole: every stack that is named exists. Sections that a
-// file lacks are empty; fields that this reader does not know are passed over. What is wrong with a file is said once,
-// with its name and the place: line and column where it is no JSON, else the path of the value (/live/3/size).
-// Cost: memory for the values, not for the file's text as JSON; live groups are taken while the text is read.
+// Invariant: a Report holds only what its file says, and is whole: every stack, frame and module that is named exists.
+// Sections that a file lacks are empty; fields that this reader does not know are passed over. What is wrong with a
+// file is said once, with its name and the place: line and column where it is no JSON, else the path of the value
+// (/live/3/size). Cost: memory for the values, not for the file's text as JSON; live groups are taken while the text is
+// read.
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -18,14 +20,46 @@ namespace cushion {
 
 inline constexpr std::uint64_t kReportVersion = 1;
 
+struct Module {  // a program or library
+  std::string path;
+  std::string build_id;  // in hex; may be empty
+};
+
 struct Frame {  // what is unknown is empty or 0
   std::string function;
   std::string file;
-  std::string module;
   std::uint64_t line = 0;
-  std::uint64_t offset = 0;  // within the module
+  std::shared_ptr<const Module> module;  // none: a Python frame, or code in no module
+  std::uint64_t offset = 0;              // within the module's file; of code in none, its address
+  bool inlined = false;                  // into the next frame of the stack
 };
-using Stack = std::vector<Frame>;  // innermost first
+// Each frame is kept once, however many stacks it is in.
+using FramePointer = std::shared_ptr<const Frame>;
+
+// What was allocated, or waited for, from somewhere: all ever, what is live, what was at the peak.
+struct StackUse {
+  std::uint64_t interval = 0;  // of sampling, in bytes: the figures are estimates; 0: they are exact
+  std::uint64_t allocations = 0;
+  std::uint64_t bytes = 0;
+  std::uint64_t live = 0;
+  std::uint64_t live_bytes = 0;
+  std::uint64_t peak = 0;
+  std::uint64_t peak_bytes = 0;
+  std::uint64_t temporary = 0;
+  std::uint64_t waits = 0;
+  double wait_seconds = 0;
+};
+
+struct Stack {
+  std::vector<FramePointer> frames;  // innermost first
+  StackUse use;
+};
+
+struct Fragmentation {  // of the free blocks in a pool
+  std::uint64_t largest_free = 0;
+  std::uint64_t free = 0;
+  double free_squares = 0;  // the sum of their squares by the square of their sum: 1 is one block
+};
 
 struct Figure {
   std::uint64_t current = 0;
@@ -38,6 +72,7 @@ struct DeviceUse {
   Figure handed_out;
   Figure held;
   Figure forwarded;
+  std::optional<Fragmentation> fragmentation;
 };
 
 struct FunctionCalls {
@@ -71,19 +106,6 @@ struct Bucket {  // from <= x < below; bytes or seconds
   std::uint64_t count = 0;
 };
 
-struct StackUse {
-  std::size_t stack = 0;  // in Report::stacks
-  std::uint64_t bytes = 0;
-  std::uint64_t count = 0;
-};
-
-struct TopStacks {
-  std::vector<StackUse> at_exit;
-  std::vector<StackUse> at_peak;
-  std::vector<StackUse> by_count;
-  std::vector<StackUse> temporary;
-};
-
 struct Report {
   std::string file;  // where it was read from
   std::string name;
@@ -105,14 +127,15 @@ struct Report {
   double driver_seconds = 0;
   std::uint64_t waits = 0;
   double wait_seconds = 0;
+  std::optional<double> free_wait_seconds;  // of them in cudaFree
   std::optional<std::string> single_order_ended_by;
   bool live_complete = true;
   std::vector<LiveBlocks> live;
+  std::vector<std::shared_ptr<const Module>> modules;
   std::vector<Stack> stacks;
   std::vector<TimePoint> timeline;
   std::vector<Bucket> size_histogram;
   std::vector<Bucket> lifetime_histogram;
-  TopStacks top_stacks;
 
   Figure total(Figure DeviceUse::*figure) const noexcept;  // over the devices
 };
@@ -122,8 +145,8 @@ struct ReportError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+std::string read_text(const std::string& file);
 Report parse_report(std::string_view text, const std::string& file);
-Report read_report(const std::string& file);
 
 // Figures of a file may be anything: what does not fit stays at the highest.
 std::uint64_t add(std::uint64_t a, std::uint64_t b) noexcept;

@@ -1,7 +1,8 @@
 // Samples: a report's live blocks as profilers take them, bytes and blocks for each call stack, outermost frame first.
 //
 // A report without call stacks still tells which call allocated how much: its stacks are program, call and size, and
-// that is said. Several reports become one set, each under a frame of its own.
+// that is said. Of one whose stacks were sampled the stacks' own estimates stand for all tracked blocks. Several
+// reports become one set, each under a frame of its own.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +14,7 @@
 namespace cushion {
 
 struct Sample {
-  std::vector<Frame> frames;  // outermost first
+  std::vector<FramePointer> frames;  // outermost first
   std::uint64_t bytes = 0;
   std::uint64_t count = 0;
 };

@@ -13,6 +13,7 @@
 
 #include "core/options.h"
 #include "tools/report/leaks.h"
+#include "tools/report/stacks.h"
 #include "tools/report/table.h"
 #include "tools/report/words.h"
 
@@ -45,11 +46,15 @@ class View {
       }
     }
     print(memory);
+    for (const DeviceUse& device : report.devices) {
+      if (device.fragmentation)
+        line(fmt::format("device {}  {}", device.device, fragmentation_text(*device.fragmentation)));
+    }
     heading("Calls");
     fact("served",
          fmt::format("{} by Cushion, {} passed to the driver ({} served)", count_text(report.served),
                      count_text(report.forwarded), share_text(report.served, add(report.served, report.forwarded))));
-    fact("waits", fmt::format("{}, {} in all", count_text(report.waits), seconds_text(report.wait_seconds)));
+    fact("waits", waits_text(report));
     fact("driver", fmt::format("{} calls of Cushion's own, {} in them", count_text(report.driver_calls),
                                seconds_text(report.driver_seconds)));
     if (report.single_order_ended_by) fact("order", "a single one, ended by: " + plain(*report.single_order_ended_by));
@@ -65,11 +70,13 @@ class View {
     histogram("Sizes asked for", report.size_histogram,
               [](double x) { return bytes_text(static_cast<std::uint64_t>(std::clamp(x, 0.0, 1e19))); });
     histogram("Lifetimes", report.lifetime_histogram, &seconds_text);
-    const bool told = std::ranges::any_of(report.live, [](const LiveBlocks& b) { return b.stack.has_value(); });
-    if (!told) top("Most bytes never freed, by call stack", report, report.top_stacks.at_exit);
-    top("Most bytes at the peak, by call stack", report, report.top_stacks.at_peak);
-    top("Most allocations, by call stack", report, report.top_stacks.by_count);
-    top("Most temporary allocations, by call stack", report, report.top_stacks.temporary);
+  }
+
+  void tops(const std::vector<Report>& reports) {
+    const std::vector<SeenStack> stacks = seen_stacks(reports);
+    for (std::size_t list = 0; list < kTopLists; ++list) {
+      if (list != kMostLive || !leaks_tell_stacks(reports)) top(top_list(list), stacks);
+    }
   }
 
   void many(const std::vector<Report>& reports) {
@@ -129,11 +136,13 @@ class View {
       const LiveBlocks& b = *leak.blocks;
       const std::string call = plain(b.api) + (b.served_by == "driver" ? " (driver)" : "");
       if (many) {
-        table.row({bytes_text(leak.bytes), count_text(leak.count), bytes_text(b.size), call, ranges_text(leak.reports),
+        table.row({bytes_text(leak.bytes), count_text(leak.count), sizes_text(leak), call, ranges_text(leak.reports),
                    "", ""});
       } else {
-        table.row({bytes_text(leak.bytes), count_text(leak.count), bytes_text(b.size), call, std::to_string(b.device),
-                   plain(b.stream.value_or("-")), b.oldest_age_s ? seconds_text(*b.oldest_age_s) : "-"});
+        table.row({bytes_text(leak.bytes), count_text(leak.count), sizes_text(leak), call,
+                   leak.one_device ? std::to_string(b.device) : "several",
+                   leak.one_stream ? plain(b.stream.value_or("-")) : "several",
+                   leak.oldest_age_s ? seconds_text(*leak.oldest_age_s) : "-"});
       }
       stack(table, leak.stack);
     }
@@ -175,7 +184,7 @@ class View {
       const bool grew = c.after.bytes >= c.before.bytes;
       const char* const word = c.before.count == 0 ? "new" : c.after.count == 0 ? "gone" : grew ? "grew" : "shrank";
       leaks.row({word, change_text(c.before.bytes, c.after.bytes, &bytes_text), count_text(c.before.count),
-                 count_text(c.after.count), bytes_text(c.either().blocks->size), plain(c.either().blocks->api)});
+                 count_text(c.after.count), sizes_text(c.either()), plain(c.either().blocks->api)});
       stack(leaks, c.either().stack);
     }
     print(leaks);
@@ -190,9 +199,9 @@ class View {
     if (!out_.empty()) out_ += '\n';
     out_ += style_.colour ? fmt::format("\033[{}m{}\033[0m\n", code, fitting) : fitting + '\n';
   }
-  void fact(const char* name, const std::string& text) {
-    const std::string line = fmt::format("  {:<8} {}", name, text);
-    out_ += (style_.width == 0 ? line : shortened(line, style_.width)) + '\n';
+  void fact(const char* name, const std::string& text) { line(fmt::format("{:<8} {}", name, text)); }
+  void line(const std::string& text) {
+    out_ += "  " + (style_.width == 0 ? text : shortened(text, style_.width - 2)) + '\n';
   }
   void print(const Table& table) { out_ += table.text(style_.width, "  "); }
   void more(std::size_t all) {
@@ -201,10 +210,11 @@ class View {
 
   static void stack(Table& table, const Stack* stack) {
     if (stack == nullptr) return;
-    for (std::size_t i = 0; i < stack->size(); ++i) {
-      if (i == kFrames && stack->size() > kFrames + 1) return table.note(fmt::format("… {} more", stack->size() - i));
-      const std::string place = frame_place((*stack)[i]);
-      table.note(frame_name((*stack)[i]) + (place.empty() ? "" : "  " + place));
+    const std::vector<FramePointer>& frames = stack->frames;
+    for (std::size_t i = 0; i < frames.size(); ++i) {
+      if (i == kFrames && frames.size() > kFrames + 1) return table.note(fmt::format("… {} more", frames.size() - i));
+      const std::string place = frame_place(*frames[i]);
+      table.note(frame_name(*frames[i]) + (place.empty() ? "" : "  " + place));
     }
   }
 
@@ -234,17 +244,19 @@ class View {
     print(table);
   }
 
-  void top(const char* title, const Report& report, const std::vector<StackUse>& uses) {
-    if (uses.empty()) return;
-    heading(title);
+  void top(const TopList& list, const std::vector<SeenStack>& stacks) {
+    const std::vector<SeenStack> most = most_of(stacks, list);
+    if (most.empty()) return;
+    heading(list.title + estimates_text(most));
     Table table({Column::right, Column::right, Column::left});
-    table.row({"bytes", "blocks", ""});
-    for (std::size_t i = 0; i < uses.size() && i < style_.top; ++i) {
-      table.row({bytes_text(uses[i].bytes), count_text(uses[i].count), ""});
-      stack(table, &report.stacks[uses[i].stack]);
+    table.row({list.headings[0], list.headings[1], ""});
+    for (std::size_t i = 0; i < most.size() && i < style_.top; ++i) {
+      const auto cells = list.cells(most[i].use);
+      table.row({cells[0].text, cells[1].text, ""});
+      stack(table, most[i].stack);
     }
     print(table);
-    more(uses.size());
+    more(most.size());
   }
 
   const TextStyle style_;
@@ -275,6 +287,7 @@ std::string text_view(const std::vector<Report>& reports, const TextStyle& style
   } else {
     view.many(reports);
   }
+  view.tops(reports);
   view.leaks(reports);
   return view.take();
 }

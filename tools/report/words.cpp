@@ -90,16 +90,15 @@ std::string shortened(std::string_view text, std::size_t width) {
 
 std::string frame_name(const Frame& frame) {
   if (!frame.function.empty()) return plain(frame.function);
-  if (!frame.module.empty()) {
-    return fmt::format("{}+{:#x}", plain(std::filesystem::path(frame.module).filename().string()), frame.offset);
-  }
-  return "unknown";
+  if (frame.module)
+    return fmt::format("{}+{:#x}", plain(std::filesystem::path(frame.module->path).filename().string()), frame.offset);
+  return frame.offset != 0 ? fmt::format("{:#x}", frame.offset) : "unknown";
 }
 
 std::string frame_place(const Frame& frame) {
   if (!frame.file.empty())
     return frame.line == 0 ? plain(frame.file) : fmt::format("{}:{}", plain(frame.file), frame.line);
-  return frame.function.empty() ? std::string() : plain(frame.module);
+  return frame.function.empty() || !frame.module ? std::string() : plain(frame.module->path);
 }
 
 namespace {
@@ -125,7 +124,22 @@ std::string short_name(const Frame& frame) {
 
 std::string chain_text(const Stack& stack) {
   std::string text;
-  for (const Frame& frame : stack) text.append(text.empty() ? "" : " ← ").append(short_name(frame));
+  for (const FramePointer& frame : stack.frames) text.append(text.empty() ? "" : " ← ").append(short_name(*frame));
+  return text;
+}
+
+std::string fragmentation_text(const Fragmentation& fragmentation) {
+  return fmt::format("{} free in the pool, at most {} in one piece; fragmentation {:.2f} (0: one piece)",
+                     bytes_text(fragmentation.free), bytes_text(fragmentation.largest_free),
+                     1 - fragmentation.free_squares);
+}
+
+std::string waits_text(const Report& report) {
+  std::string text = fmt::format("{}, {} in all", count_text(report.waits), seconds_text(report.wait_seconds));
+  if (report.free_wait_seconds && *report.free_wait_seconds > 0) {
+    text +=
+        fmt::format(", {} of it in cudaFree: what FREE=deferred could save", seconds_text(*report.free_wait_seconds));
+  }
   return text;
 }
 

@@ -33,11 +33,15 @@ std::string plain(std::string_view text);                         // control cha
 std::size_t width_of(std::string_view text);                      // code points
 std::string shortened(std::string_view text, std::size_t width);  // "/home/…/train.py": the middle left out
 
-std::string frame_name(const Frame& frame);   // "function", else "module+0x12"
+std::string frame_name(const Frame& frame);   // "function", else "module+0x12" or an address
 std::string frame_place(const Frame& frame);  // "file:line", else the module; empty if frame_name says it all
 
 // A stack in one line, without namespaces and parameters: "alloc_block ← empty_cuda ← forward".
 std::string chain_text(const Stack& stack);
+
+// "209 MiB free in the pool, ..."; "12, 3.40 s in all, ..."
+std::string fragmentation_text(const Fragmentation& fragmentation);
+std::string waits_text(const Report& report);
 
 // What a counter of `calls` counts; of one that this version does not know, its key.
 std::string counter_text(const std::string& key);
