@@ -260,7 +260,7 @@ Outcome run_scenario(const std::string& name, const std::vector<std::string>& en
   sigset_t all;
   sigfillset(&all);
   posix_spawnattr_setsigdefault(&attributes, &all);
-  posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSIGDEF);
+  posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSIGDEF | POSIX_SPAWN_SETPGROUP);
   const std::string program = std::filesystem::read_symlink("/proc/self/exe").string();
   std::string argument_zero = program, argument = "--scenario=" + name;
   char* const arguments[] = {argument_zero.data(), argument.data(), nullptr};
@@ -275,7 +275,7 @@ Outcome run_scenario(const std::string& name, const std::vector<std::string>& en
   while (waitpid(outcome.pid, &outcome.status, WNOHANG) == 0) {
     if (std::chrono::steady_clock::now() > deadline) {
       outcome.timed_out = true;
-      kill(outcome.pid, SIGKILL);
+      kill(-outcome.pid, SIGKILL);  // and the processes that it made
       waitpid(outcome.pid, &outcome.status, 0);
       break;
     }
