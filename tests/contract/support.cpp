@@ -67,6 +67,12 @@ CUdeviceptr allocate_async(std::size_t size, CUstream stream) {
   return p;
 }
 
+void write_ends(CUdeviceptr p, std::size_t size) {
+  const std::size_t end = std::min(size, 64 * KiB);
+  CHECK_CU(CUDA_SUCCESS, driver().MemsetD8(p, 9, end));
+  CHECK_CU(CUDA_SUCCESS, driver().MemsetD8(p + size - end, 9, end));
+}
+
 std::size_t free_memory() {
   std::size_t free = 0, total = 0;
   CHECK_CU(CUDA_SUCCESS, driver().MemGetInfo(&free, &total));

@@ -59,15 +59,16 @@ TEST_F(Values, FreeingAHostPointerIsInvalid) {
 TEST_F(Values, FreeingTwiceIsInvalidAndTouchesNobodyElse) {
   for (const std::size_t size : {4 * KiB, 1 * MiB, 3 * MiB}) {
     std::vector<CUdeviceptr> blocks(32);
-    for (std::size_t i = 0; i < blocks.size(); ++i) {
-      blocks[i] = allocate(size);
-      CHECK_CU(CUDA_SUCCESS, driver().MemsetD8(blocks[i], static_cast<unsigned char>(i), size));
+    for (CUdeviceptr& p : blocks) {
+      p = allocate(size);
+      write_ends(p, size);
     }
+    CHECK_CU(CUDA_SUCCESS, driver().MemsetD8(blocks.back(), 31, size));
     for (std::size_t i = 0; i < blocks.size(); ++i) {
       CHECK_CU(CUDA_SUCCESS, driver().MemFree(blocks[i]));
       CHECK_CU(CUDA_ERROR_INVALID_VALUE, driver().MemFree(blocks[i]));
       if (i + 1 == blocks.size()) break;
-      EXPECT_TRUE(all_are(harness::Bytes(blocks.back(), size), static_cast<std::uint8_t>(blocks.size() - 1)));
+      EXPECT_TRUE(all_are(harness::Bytes(blocks.back(), size), 31));
     }
   }
 }
@@ -329,7 +330,7 @@ TEST_F(Values, ContextDestroyFreesItsMemory) {
   for (int round = 0; round < 4; ++round) {
     const CUcontext context = new_context();
     const CUdeviceptr lost = allocate(300 * MiB);
-    CHECK_CU(CUDA_SUCCESS, driver().MemsetD8(lost, 9, 300 * MiB));
+    write_ends(lost, 300 * MiB);
     CHECK_CU(CUDA_SUCCESS, driver().MemFree(allocate(MiB)));  // something cached goes, too
     CHECK_CU(CUDA_SUCCESS, driver().CtxDestroy(context));
     CHECK_CU(CUDA_SUCCESS, driver().CtxSetCurrent(primary));
