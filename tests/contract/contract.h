@@ -45,6 +45,7 @@ bool packs();          // … and rounds requests up to the alignment only (pool
 
 CUdeviceptr allocate(std::size_t size);                         // cuMemAlloc that must succeed
 CUdeviceptr allocate_async(std::size_t size, CUstream stream);  // cuMemAllocAsync that must succeed
+void write_ends(CUdeviceptr p, std::size_t size);               // its first and its last 64 KiB
 std::size_t free_memory();                                      // cuMemGetInfo's free bytes
 
 // --- Streams and work --------------------------------------------------------------------------------------

@@ -236,7 +236,7 @@ SCENARIO(more_than_max_size) {
   std::vector<CUdeviceptr> blocks(40);
   for (CUdeviceptr& p : blocks) p = allocate(8 * MiB);
   blocks.push_back(allocate(200 * MiB));
-  for (const CUdeviceptr p : blocks) CHECK_CU(CUDA_SUCCESS, driver().MemsetD8(p, 1, 8 * MiB));
+  for (const CUdeviceptr p : blocks) write_ends(p, 8 * MiB);
   free_all(blocks);
 }
 

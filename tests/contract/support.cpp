@@ -67,6 +67,12 @@ CUdeviceptr allocate_async(std::size_t size, CUstream stream) {
   return p;
 }
 
+void write_ends(CUdeviceptr p, std::size_t size) {
+  const std::size_t end = std::min(size, 64 * KiB);
+  CHECK_CU(CUDA_SUCCESS, driver().MemsetD8(p, 9, end));
+  CHECK_CU(CUDA_SUCCESS, driver().MemsetD8(p + size - end, 9, end));
+}
+
 std::size_t free_memory() {
   std::size_t free = 0, total = 0;
   CHECK_CU(CUDA_SUCCESS, driver().MemGetInfo(&free, &total));
@@ -260,7 +266,7 @@ Outcome run_scenario(const std::string& name, const std::vector<std::string>& en
   sigset_t all;
   sigfillset(&all);
   posix_spawnattr_setsigdefault(&attributes, &all);
-  posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSIGDEF);
+  posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSIGDEF | POSIX_SPAWN_SETPGROUP);
   const std::string program = std::filesystem::read_symlink("/proc/self/exe").string();
   std::string argument_zero = program, argument = "--scenario=" + name;
   char* const arguments[] = {argument_zero.data(), argument.data(), nullptr};
@@ -275,7 +281,7 @@ Outcome run_scenario(const std::string& name, const std::vector<std::string>& en
   while (waitpid(outcome.pid, &outcome.status, WNOHANG) == 0) {
     if (std::chrono::steady_clock::now() > deadline) {
       outcome.timed_out = true;
-      kill(outcome.pid, SIGKILL);
+      kill(-outcome.pid, SIGKILL);  // and the processes that it made
       waitpid(outcome.pid, &outcome.status, 0);
       break;
     }

@@ -31,6 +31,8 @@ void Hold(std::uint64_t ns) { std::this_thread::sleep_for(std::chrono::nanosecon
 
 std::uint32_t CountOther(const std::uint8_t* p, std::uint64_t n, std::uint32_t value) {
   const auto expected = static_cast<std::uint8_t>(value);
+  // Nearly always none: each is the one before it, which the C library finds fast in every build.
+  if (n == 0 || (*p == expected && std::memcmp(p, p + 1, n - 1) == 0)) return 0;
   return static_cast<std::uint32_t>(std::count_if(p, p + n, [=](std::uint8_t byte) { return byte != expected; }));
 }
 

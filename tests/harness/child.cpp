@@ -1,6 +1,7 @@
 #include "tests/harness/child.h"
 
 #include <gtest/gtest.h>
+#include <spawn.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -15,7 +16,7 @@ constexpr char kVariable[] = "HARNESS_CHILD";
 }  // namespace
 
 ChildResult RunProgram(const std::vector<std::string>& command, const Environment& environment) {
-  // Everything the child needs is made before fork: after it only exec is safe.
+  // Spawned: after a fork beside the driver's threads a sanitizer's runtime may find its own locks held.
   std::vector<char*> arguments;
   for (const std::string& argument : command) arguments.push_back(const_cast<char*>(argument.c_str()));
   arguments.push_back(nullptr);
@@ -32,15 +33,14 @@ ChildResult RunProgram(const std::vector<std::string>& command, const Environmen
   int ends[2];
   if (pipe(ends) != 0) return {};
   std::fflush(nullptr);
-  const pid_t child = fork();
-  if (child == 0) {
-    dup2(ends[1], STDOUT_FILENO);
-    dup2(ends[1], STDERR_FILENO);
-    close(ends[0]);
-    close(ends[1]);
-    execvpe(arguments[0], arguments.data(), variables.data());
-    _exit(127);
-  }
+  posix_spawn_file_actions_t actions;
+  posix_spawn_file_actions_init(&actions);
+  posix_spawn_file_actions_adddup2(&actions, ends[1], STDOUT_FILENO);
+  posix_spawn_file_actions_adddup2(&actions, ends[1], STDERR_FILENO);
+  for (const int end : ends) posix_spawn_file_actions_addclose(&actions, end);
+  pid_t child = 0;
+  const int failed = posix_spawnp(&child, arguments[0], &actions, nullptr, arguments.data(), variables.data());
+  posix_spawn_file_actions_destroy(&actions);
   close(ends[1]);
   ChildResult result;
   char buffer[4096];
@@ -49,7 +49,7 @@ ChildResult RunProgram(const std::vector<std::string>& command, const Environmen
   }
   close(ends[0]);
   int status = 0;
-  if (child > 0 && waitpid(child, &status, 0) == child) {
+  if (failed == 0 && waitpid(child, &status, 0) == child) {
     result.status = WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
   }
   return result;

@@ -107,7 +107,12 @@ int in_child(const DriverApi& api) {
 
 int main(int argc, char** argv) {
   for (int i = 1; i < argc; ++i) {
-    if (std::strcmp(argv[i], "handle") == 0) std::signal(SIGUSR2, [](int) {});
+    if (std::strcmp(argv[i], "handle") != 0) continue;
+    // Not std::signal: ThreadSanitizer's leaves SA_RESTART out, and the signal then ends the reading of commands.
+    struct sigaction mine {};
+    mine.sa_handler = [](int) {};
+    mine.sa_flags = SA_RESTART;
+    sigaction(SIGUSR2, &mine, nullptr);
   }
   Program program;
   void* driver = open_driver();

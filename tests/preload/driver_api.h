@@ -95,9 +95,7 @@ inline const char* bytes_survive(const DriverApi& api, CUdeviceptr block, std::s
   std::vector<unsigned char> seen(size, static_cast<unsigned char>(~value));
   if (api.memset(block, value, size) != CUDA_SUCCESS) return "memset failed";
   if (api.to_host(seen.data(), block, size) != CUDA_SUCCESS) return "copy failed";
-  for (unsigned char byte : seen)
-    if (byte != value) return "wrong bytes";
-  return "bytes kept";
+  return seen == std::vector<unsigned char>(size, value) ? "bytes kept" : "wrong bytes";
 }
 
 inline void exercise_memory(const DriverApi& api) {

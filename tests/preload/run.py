@@ -859,6 +859,13 @@ class Churn:
         self.tell(line)
         return self.read()
 
+    def signal(self, number):
+        """Sends it, and returns once the process has taken it. (A sanitizer runs the handler at the next library call.)"""
+        self.process.send_signal(number)
+        status = Path(f"/proc/{self.pid}/status")
+        while int(re.search(r"ShdPnd:\s*(\w+)", status.read_text()).group(1), 16) >> (number - 1) & 1:
+            time.sleep(0.001)
+
     def start(self, *words):
         return subprocess.Popen([self.setting.build / "cushion", *(str(word) for word in words)], env=self.env,
                                 cwd=self.setting.scratch, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -1063,8 +1070,7 @@ def track_signal(setting):
     with Churn(setting, CUSHION_TRACK_SIGNAL="USR2") as program:
         program.ask("allocate 1 5001")
         for size, tracked in ((5002, True), (5003, False), (5004, True)):
-            program.process.send_signal(signal.SIGUSR2)
-            time.sleep(0.05)
+            program.signal(signal.SIGUSR2)
             program.ask(f"allocate 1 {size}")
             report = program.report_now(poke=True)
             check(blocks_of(report, size) == (1, {tracked}), f"{size}: {report['live']}")
@@ -1073,8 +1079,7 @@ def track_signal(setting):
         check(program.quit()["tracking"] == {"level": "on", "switches": 3}, "switches")
     with Churn(setting, "0", "handle", CUSHION_TRACK_SIGNAL="SIGUSR2") as program:
         program.ask("allocate 1 5001")
-        program.process.send_signal(signal.SIGUSR2)
-        time.sleep(0.05)
+        program.signal(signal.SIGUSR2)
         program.ask("allocate 1 5001")
         check(program.level() == "off", "the program's handler is gone")
         check(program.quit()["tracking"]["switches"] == 0, "switches")

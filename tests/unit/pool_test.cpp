@@ -360,6 +360,13 @@ testing::AssertionResult same(const Pool& pool, const Model& model) {
 
 class PoolModelTest : public PoolTest, public testing::WithParamInterface<unsigned> {};
 
+// What a sanitizer looks for, fewer steps show; the values are the other builds' matter.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr int kSteps = 1'500;
+#else
+constexpr int kSteps = 6'000;
+#endif
+
 TEST_P(PoolModelTest, AgreesAtEveryStep) {
   std::mt19937_64 random(GetParam());
   const auto below = [&](std::uint64_t n) { return random() % n; };
@@ -376,7 +383,7 @@ TEST_P(PoolModelTest, AgreesAtEveryStep) {
     return block;
   };
 
-  for (int step = 0; step < 6'000; ++step) {
+  for (int step = 0; step < kSteps; ++step) {
     Heap* heap = heaps[below(heaps.size())];
     switch (below(12)) {
       case 0: {  // segments that touch each other must not merge
