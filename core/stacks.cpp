@@ -59,7 +59,7 @@ std::uint32_t Stacks::take(std::uint64_t interval) noexcept {
 
 std::uint32_t Stacks::walk(std::uint64_t* words, Registers at) noexcept {
   const std::uint32_t most = depth_ + kOwnFrames;
-  const bool has_python = python_frames_ && python_.holds_lock();
+  const bool has_python = python_frames_ && python_.is_there();
   std::uint32_t n =
       unwind(modules_, at, words, most, [&](std::uint64_t call) { return has_python && python_.contains(call); });
   if (!has_python || !python_.contains(words[n - 1])) return n;

@@ -9,8 +9,7 @@
 //   - `at_peak` of each stack is what it had live at the moment when the bytes of all of them together were at their
 //     highest. It is kept without a copy of all at each peak: a stack that changes after a peak first notes what it
 //     had.
-//   - No lock of Cushion's but its own is held while a stack is taken: Python's functions, and the dynamic linker's
-//     list lock, are reached from there.
+//   - No lock of Cushion's but its own is held while a stack is taken: the dynamic linker's list lock is taken there.
 //
 // Thread safety: any thread. Reading (the report) takes no lock and may run in a signal handler; figures that change
 // meanwhile may then not belong together. Cost: README.

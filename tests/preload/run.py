@@ -943,12 +943,152 @@ def ctl_switches_tracking(setting):
         live = int(size) + 3 * 700001 + 4 * 700002 + 6 * 700003 + 99 * poked
         check(sum(group["count"] * group["size"] for group in report["live"]) == live, f"{live} bytes: {report['live']}")
         check(report["devices"][0]["requested"]["current"] == live, f"{live} bytes: {report['devices']}")
-        check(report["tracking"] == {"level": "off", "switches": 12}, f"{report['tracking']}")
+        check(report["tracking"] == {"level": "off", "switches": 12, "stacks_lost": 0}, f"{report['tracking']}")
         check(report["program"]["end"] == "running" and report["program"]["pid"] == program.pid, f"{report['program']}")
         check([mark["name"] for mark in report["marks"]] == ["after the switches"], f"{report['marks']}")
         end = program.quit()
         check(end["live"] == [] and end["program"]["end"] == "exit", f"{end['live']}")
         check(not list(program.control.iterdir()), "the page outlives its process")
+
+
+@case
+def ctl_switches_stacks(setting):
+    """From off to stacks, to samples and back while 8 threads allocate: no block is lost, and who has a stack has the
+    right one."""
+    with Churn(setting, "8") as program:
+        check(program.ask("allocate 3 700001") == "allocated 3", "")
+        program.tell("go")
+        for level in ("stacks", "sampled:65536", "off", "on", "sampled", "stacks"):
+            program.ctl("track", level)
+            time.sleep(0.05)
+        check(program.ask("allocate 4 700002") == "allocated 4", "")
+        program.ctl("track", "off")
+        check(program.ask("allocate 5 700003") == "allocated 5", "")
+        program.ctl("track", "sampled:1")  # every block, in effect
+        check(program.ask("allocate 2 700004") == "allocated 2", "")
+        check(program.level() == "sampled:1 B", program.level())
+        _, blocks, size = program.ask("pause").split()
+        report = program.report_now(poke=True)
+        for wanted, count, has_stack in ((700001, 3, False), (700002, 4, True), (700003, 5, False), (700004, 2, True)):
+            groups = [group for group in report["live"] if group["size"] == wanted]
+            check(sum(group["count"] for group in groups) == count, f"{wanted}: {groups}")
+            check({"stack" in group for group in groups} == {has_stack}, f"{wanted}: {groups}")
+        poked, _ = blocks_of(report, 99)
+        check(report["live_complete"] and sum(group["count"] for group in report["live"]) == int(blocks) + 14 + poked,
+              f"{blocks} blocks in the threads, {report['live']}")
+        # What is live of each stack is what its blocks say.
+        live = {}
+        for group in report["live"]:
+            if "stack" in group:
+                live[group["stack"]] = live.get(group["stack"], 0) + group["size"] * group["count"]
+        for index, stack in enumerate(report["stacks"]):
+            if stack["interval"] == 0:
+                check(stack["live_bytes"] == live.get(index, 0), f"stack {index}: {stack}, its blocks {live.get(index)}")
+        check(any(group["size"] == 700002 and report["stacks"][group["stack"]]["interval"] == 0
+                  for group in report["live"] if "stack" in group), "a stack of every block")
+        check(any(group["size"] == 700004 and report["stacks"][group["stack"]]["interval"] == 1
+                  for group in report["live"] if "stack" in group), "a stack of a sample")
+        end = program.quit()
+        check(end["live"] == [] and all(stack["live"] == 0 and stack["live_bytes"] == 0 for stack in end["stacks"]),
+              f"{end['live']} {end['stacks']}")
+        check(end["tracking"]["stacks_lost"] == 0, f"{end['tracking']}")
+
+
+def marked_lines(source):
+    """Of a source of this folder, the lines marked LEAK, by what follows the mark."""
+    lines = (Path(__file__).parent / source).read_text().splitlines()
+    return {mark.group(1): number for number, line in enumerate(lines, 1) if (mark := re.search(r"LEAK (\S+)", line))}
+
+
+def leak_stacks(setting, report, *options):
+    """The report of a leaking program, with functions and lines: by block size the stack, (function, file, line)s."""
+    path, symbolized = setting.scratch / "raw.json", setting.scratch / "symbolized.json"
+    path.write_text(json.dumps(report))
+    symbolized.unlink(missing_ok=True)
+    done = setting.run([setting.build / "cushion", "report", path, "--symbolize", symbolized, *options], driver=False)
+    check(done.code == 0 and done.err == "", f"{done}")
+    report = json.loads(symbolized.read_text())
+    frames = [(re.sub(r"\((?!anonymous).*", "", frame.get("function", "")), Path(frame.get("file", "")).name, frame.get("line", 0))
+              for frame in report["frames"]]
+    return {group["size"]: [frames[f] for f in report["stacks"][group["stack"]]["frames"]]
+            for group in report["live"] if "stack" in group}
+
+
+def check_named(stack, *places):
+    """The stack begins with these places: (part of the function's name, file, line)."""
+    check(len(stack) >= len(places), f"{stack}")
+    for place, wanted in zip(stack, places):
+        check(wanted[0] in place[0] and place[1:len(wanted)] == wanted[1:], f"{wanted} is not {place} of {stack}")
+
+
+@case
+def stacks_name_a_leak(setting):
+    line = marked_lines("leak.cpp")
+    run = setting.compare([setting.program("leak")], CUSHION_TRACK="stacks")
+    report = run.reports[0]
+    stacks = leak_stacks(setting, report)
+    check(set(stacks) == {65537, 65538}, f"{stacks}")
+    check_named(stacks[65537], *((name, "leak.cpp", line[name]) for name in ("planted_leak", "through_inlined")))
+    check(stacks[65537][2][0] == "main", f"{stacks[65537]}")
+    check_named(stacks[65538], ("thread_leak", "leak.cpp", line["thread_leak"]))
+    temporary = [stack for stack in report["stacks"] if stack["allocations"] == 10]
+    check(len(temporary) == 1 and temporary[0]["temporary"] == 10 and temporary[0]["live"] == 0, f"{temporary}")
+    check(sum(b["count"] for b in report["size_histogram"]) == 12, f"{report['size_histogram']}")
+    check(sum(b["count"] for b in report["lifetime_histogram"]) == 10, f"{report['lifetime_histogram']}")
+    check(len(report["timeline"]) >= 1, f"{report.get('timeline')}")
+    # A person who has the text alone sees where, too.
+    text = setting.cushioned([setting.program("leak")], CUSHION_TRACK="stacks", CUSHION_REPORT=None).err
+    check(re.search(r"1 x +64.00 KiB .*\n +\S*/leak\+0x", text), text)
+    # A sample of everything says the same.
+    sampled = setting.cushioned([setting.program("leak")], CUSHION_TRACK="sampled:1").reports[0]
+    check(leak_stacks(setting, sampled)[65537] == stacks[65537], "of a sample")
+    shallow = setting.cushioned([setting.program("leak")], CUSHION_TRACK="stacks", CUSHION_STACK_DEPTH="1").reports[0]
+    check({len(stack["frames"]) for stack in shallow["stacks"]} == {1}, f"{shallow['stacks']}")
+
+
+@case
+def stacks_of_a_stripped_program(setting):
+    """Its debug information is beside it in a file of its own, found by build id or by link."""
+    program, line = setting.scratch / "leak", marked_lines("leak.cpp")
+    debug = setting.scratch / "debug"
+    debug.mkdir()
+    shutil.copy(setting.program("leak"), program)
+    subprocess.run(["objcopy", "--only-keep-debug", program, debug / "leak.debug"], check=True)
+    subprocess.run(["strip", program], check=True)
+    subprocess.run(["objcopy", f"--add-gnu-debuglink={debug / 'leak.debug'}", program], check=True, cwd=debug)
+    report = setting.cushioned([program], CUSHION_TRACK="stacks").reports[0]
+    stacks = leak_stacks(setting, report, "--debug-dir", debug)
+    check_named(stacks[65537], *((name, "leak.cpp", line[name]) for name in ("planted_leak", "through_inlined")))
+
+
+@case
+def stacks_of_a_library(setting):
+    line, library = marked_lines("leak_library.cpp"), setting.programs / "libleak_library.so"
+    report = setting.compare([setting.program("leak"), library], CUSHION_TRACK="stacks").reports[0]
+    stack = leak_stacks(setting, report)[65539]
+    check_named(stack, *((name, "leak_library.cpp", line[name]) for name in ("hidden_function", "library_leak")))
+    check(stack[2][0] == "main", f"{stack}")
+
+
+@case
+def stacks_of_python(setting):
+    """Python's functions and lines, whether or not the call keeps the interpreter's lock; nothing else changes."""
+    if setting.sanitized:
+        raise Skip("the interpreter is not sanitized")
+    script, line = Path(__file__).parent / "leak.py", marked_lines("leak.py")
+    for lock in ("gil", "free"):
+        report = setting.compare([sys.executable, script, lock], CUSHION_TRACK="stacks").reports[0]
+        stacks = leak_stacks(setting, report)
+        deepest = {size: [frame for frame in stack if frame[1].endswith(".py") or frame[1] == "<string>"]
+                   for size, stack in stacks.items()}
+        allocate = ("allocate", "leak.py", line["allocate"])
+        check_named(deepest[65537], allocate, ("", "leak.py", line["Model.__init__"]))
+        check_named(deepest[65538], allocate, ("größe", "leak.py", line["Model.größe"]), ("<module>", "leak.py", line["<module>"]))
+        check_named(deepest[65539], allocate, ("made", "<string>", 3), ("<module>", "<string>", 4), ("in_thread", "leak.py"))
+        check(deepest[65537][-1][0] == "<module>", f"{deepest[65537]}")
+        check(not any("PyEval" in frame[0] for stack in stacks.values() for frame in stack), f"{stacks}")
+        plain = setting.cushioned([sys.executable, script, lock], CUSHION_TRACK="stacks", CUSHION_PYTHON="off").reports[0]
+        check(not any("line" in frame for frame in plain["frames"]), "CUSHION_PYTHON=off")
 
 
 @case
@@ -966,7 +1106,7 @@ def ctl_helper_thread(setting):
         program.ctl("track", "on")
         check(program.level() == "on" and time.monotonic() - started < 3, "not at once")
         report = program.report_now()
-        check(report["tracking"] == {"level": "on", "switches": 1}, f"{report['tracking']}")
+        check(report["tracking"] == {"level": "on", "switches": 1, "stacks_lost": 0}, f"{report['tracking']}")
         check(program.ask("fork") == "child 0" and program.level() == "on", "the child reached its parent's page")
         program.quit()
     with Churn(setting) as program:
@@ -1076,7 +1216,7 @@ def track_signal(setting):
             check(blocks_of(report, size) == (1, {tracked}), f"{size}: {report['live']}")
         check(program.ask("fork") == "child 0", "the child")
         check(program.level() == "on", "a child's signal switched its parent")
-        check(program.quit()["tracking"] == {"level": "on", "switches": 3}, "switches")
+        check(program.quit()["tracking"] == {"level": "on", "switches": 3, "stacks_lost": 0}, "switches")
     with Churn(setting, "0", "handle", CUSHION_TRACK_SIGNAL="SIGUSR2") as program:
         program.ask("allocate 1 5001")
         program.signal(signal.SIGUSR2)
@@ -1092,7 +1232,7 @@ def track_after(setting):
         program.ask("allocate 10 5001")
         program.ask("allocate 10 5002")
         report = program.quit()
-        check(report["tracking"] == {"level": "on", "switches": 1}, f"{report['tracking']}")
+        check(report["tracking"] == {"level": "on", "switches": 1, "stacks_lost": 0}, f"{report['tracking']}")
     with Churn(setting, CUSHION_TRACK_AFTER="10calls", CUSHION_TRACK="on") as program:
         program.ask("allocate 10 5001")
         program.ask("allocate 7 5002")
@@ -1109,7 +1249,7 @@ def track_after(setting):
         program.ask("allocate 1 5001")
         check(program.level() == "off", "too early")
         program.ctl("track", "off", poke=True)
-        check(program.quit()["tracking"] == {"level": "off", "switches": 0}, "")
+        check(program.quit()["tracking"] == {"level": "off", "switches": 0, "stacks_lost": 0}, "")
 
 
 @case

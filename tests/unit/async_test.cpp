@@ -233,7 +233,7 @@ TEST_F(AsyncTest, ServedBlocksAreCountedAndRemembered) {
   runtime.for_each_foreign(Patience::some, [&](CUdeviceptr address, const ForeignBlock& block) {
     EXPECT_EQ(address, a);
     EXPECT_EQ(block.size, 1'000u);
-    EXPECT_NE(block.time, 0u);
+    EXPECT_NE(block.note.time, 0u);
     EXPECT_NE(block.server, nullptr);
   });
 }
