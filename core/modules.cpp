@@ -5,6 +5,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <climits>
+#include <cstdlib>
 #include <cstring>
 
 namespace cushion {
@@ -68,7 +70,8 @@ int look(dl_phdr_info* library, std::size_t, void* argument) noexcept {
     m.path[n > 0 ? n : 0] = '\0';
     m.program = true;
   } else {
-    std::strncpy(m.path, name, sizeof m.path - 1);
+    char whole[PATH_MAX];  // a preloaded library may be named from the working folder
+    std::strncpy(m.path, *name != '/' && realpath(name, whole) != nullptr ? whole : name, sizeof m.path - 1);
   }
   search.hit = true;
   return 1;

@@ -349,8 +349,27 @@ std::string_view variable(const char* name) noexcept {
   return value != nullptr ? value : std::string_view();
 }
 
-// Shell pattern with * and ? alone; linear but for the last star, which is retried.
-bool matches(std::string_view pattern, std::string_view text) noexcept {
+// Whether the filter leaves `program` out: a !pattern matches it, or none of the plain patterns does.
+bool left_out(std::string_view filter, std::string_view program) noexcept {
+  bool wanted = false;
+  bool any_wanted = false;
+  while (!filter.empty()) {
+    std::string_view item = trim(take_until(filter, ','));
+    if (item.empty()) continue;
+    if (item.front() == '!') {
+      if (matches_pattern(trim(item.substr(1)), program)) return true;
+    } else {
+      any_wanted = true;
+      wanted = wanted || matches_pattern(item, program);
+    }
+  }
+  return any_wanted && !wanted;
+}
+
+}  // namespace
+
+// Linear but for the last star, which is retried.
+bool matches_pattern(std::string_view pattern, std::string_view text) noexcept {
   std::size_t p = 0;
   std::size_t star = std::string_view::npos;
   std::size_t retry = 0;
@@ -370,25 +389,6 @@ bool matches(std::string_view pattern, std::string_view text) noexcept {
   }
   return pattern.substr(std::min(p, pattern.size())).find_first_not_of('*') == std::string_view::npos;
 }
-
-// Whether the filter leaves `program` out: a !pattern matches it, or none of the plain patterns does.
-bool left_out(std::string_view filter, std::string_view program) noexcept {
-  bool wanted = false;
-  bool any_wanted = false;
-  while (!filter.empty()) {
-    std::string_view item = trim(take_until(filter, ','));
-    if (item.empty()) continue;
-    if (item.front() == '!') {
-      if (matches(trim(item.substr(1)), program)) return true;
-    } else {
-      any_wanted = true;
-      wanted = wanted || matches(item, program);
-    }
-  }
-  return any_wanted && !wanted;
-}
-
-}  // namespace
 
 std::optional<Tracking> parse_tracking(std::string_view text) noexcept {
   std::string_view rest = text;
@@ -448,30 +448,40 @@ bool inert(const char* program) noexcept {
 
 bool serves_under_checkers() noexcept { return variable("CUSHION_DISABLE") == "0"; }
 
-std::string expand_path(std::string_view pattern, long pid, std::string_view host, std::string_view program) {
+std::string expand_path(std::string_view pattern, const PathWords& words) {
   std::string path;
   for (std::size_t i = 0; i < pattern.size(); ++i) {
     const char next = pattern[i] == '%' && i + 1 < pattern.size() ? pattern[i + 1] : '\0';
-    switch (next) {
-      case 'p':
-        path += std::to_string(pid);
-        break;
-      case 'h':
-        path += host;
-        break;
-      case 'e':
-        path += program;
-        break;
-      case '%':
-        path += '%';
-        break;
-      default:
-        path += pattern[i];
-        continue;
+    const auto word = std::ranges::find(words, next, &PathWords::value_type::first);
+    if (next == '%') {
+      path += '%';
+    } else if (next != '\0' && word != words.end()) {
+      path += word->second;
+    } else {
+      path += pattern[i];
+      continue;
     }
     ++i;
   }
   return path;
+}
+
+std::string_view find_rank(const char* const* environment) noexcept {
+  const auto value = [&](std::string_view name) -> std::string_view {
+    for (const char* const* entry = environment; entry != nullptr && *entry != nullptr; ++entry) {
+      const std::string_view text = *entry;
+      if (text.size() > name.size() && text.starts_with(name) && text[name.size()] == '=')
+        return text.substr(name.size() + 1);
+    }
+    return {};
+  };
+  // torchrun starts its own processes inside a task of another launcher's.
+  if (!value("TORCHELASTIC_RUN_ID").empty() && !value("RANK").empty()) return value("RANK");
+  for (const char* name :
+       {"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID", "RANK"}) {
+    if (const std::string_view rank = value(name); !rank.empty()) return rank;
+  }
+  return {};
 }
 
 }  // namespace cushion

@@ -10,6 +10,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "core/track.h"
@@ -94,7 +95,15 @@ bool inert(const char* program) noexcept;
 // Whether CUSHION_DISABLE says to serve under a tool that checks memory accesses, too. Reads the environment alone.
 bool serves_under_checkers() noexcept;
 
-// Expands %p %h %e %% of a path pattern; an unknown % sequence stays as it is.
-std::string expand_path(std::string_view pattern, long pid, std::string_view host, std::string_view program);
+// What a path pattern's letters stand for: %p, %h, ...; %% is a %, and an unknown sequence stays as it is.
+using PathWords = std::vector<std::pair<char, std::string>>;
+std::string expand_path(std::string_view pattern, const PathWords& words);
+
+// The process's rank in its job, as its launcher says (torchrun, Open MPI, PMIx, MPICH and others with PMI, MVAPICH2,
+// SLURM); empty: none says it.
+std::string_view find_rank(const char* const* environment) noexcept;
+
+// Whether the whole text matches: `*` stands for any text, `?` for one character.
+bool matches_pattern(std::string_view pattern, std::string_view text) noexcept;
 
 }  // namespace cushion

@@ -1,6 +1,5 @@
 #include "core/report.h"
 
-#include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/stat.h>
@@ -9,6 +8,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <string_view>
@@ -90,6 +90,7 @@ struct LiveGroup {
   int device = 0;
   Api api = Api::malloc;
   bool foreign = false;
+  const char* suppressed = nullptr;  // by this pattern
 
   auto key() const noexcept { return std::make_tuple(device, foreign, api, stream, thread, stack, size, oldest == 0); }
 };
@@ -110,6 +111,10 @@ class LiveList {
           all;
     complete_ = all && size_ < capacity_;
     merge();
+    const Suppressions& suppressions = runtime.program().suppressions;
+    for (std::size_t i = 0; i < size_; ++i)
+      groups_[i].suppressed =
+          suppressions.covers(runtime.shared().stacks, groups_[i].stack, patience != Patience::none);
   }
   ~LiveList() {
     if (groups_ != nullptr) munmap(groups_, capacity_ * sizeof(LiveGroup));
@@ -226,6 +231,9 @@ class Writer {
     out_.quoted(program_.command);
     out_.raw(", \"host\": ");
     out_.quoted(program_.host);
+    if (!program_.rank.empty() && program_.rank.find_first_not_of("0123456789") == std::string::npos &&
+        program_.rank.size() < 10)
+      out_.print(", \"rank\": {}", std::strtoul(program_.rank.c_str(), nullptr, 10));
     out_.print(", \"pid\": {}, \"started_unix_s\": {}.{:09}, \"duration_s\": {:.9f}, \"end\": ", program_.pid,
                std::int64_t{program_.loaded.wall.tv_sec}, std::int64_t{program_.loaded.wall.tv_nsec}, duration());
     out_.quoted(how_);
@@ -298,6 +306,10 @@ class Writer {
       print_stream(g, "null", "\"");
       if (g.thread != 0) out_.print(", \"thread\": {}", g.thread);
       if (g.stack != 0) out_.print(", \"stack\": {}", g.stack - 1);
+      if (g.suppressed != nullptr) {
+        out_.raw(", \"suppressed\": ");
+        out_.quoted(g.suppressed);
+      }
       if (g.oldest != 0) {
         out_.print(", \"oldest_age_s\": {:.6f}}}", tick_.seconds(now_.tick - g.oldest));
       } else {
@@ -340,14 +352,22 @@ class Writer {
     if (const char* order = single_order()) out_.print("  order   a single one, ended by: {}\n", order);
     std::uint64_t blocks = 0;
     std::uint64_t bytes = 0;
+    std::uint64_t suppressed = 0;
+    std::size_t groups = 0;
     for (const LiveGroup& g : live_) {
+      if (g.suppressed != nullptr) {
+        suppressed += g.count;
+        continue;
+      }
+      ++groups;
       blocks += g.count;
       bytes += g.count * g.size;
     }
+    if (suppressed != 0) out_.print("  live    {} blocks suppressed\n", suppressed);
     if (!live_.complete()) {
       out_.raw("  live    unknown in part: the process ended inside Cushion\n");
     } else if (blocks == 0) {
-      out_.raw("  live    nothing: every block was freed\n");
+      out_.raw(suppressed == 0 ? "  live    nothing: every block was freed\n" : "  live    nothing else\n");
     }
     if (blocks == 0) return;
     out_.print("  live    {} blocks, ", blocks);
@@ -356,6 +376,7 @@ class Writer {
     constexpr std::size_t kMost = 20;
     std::size_t shown = 0;
     for (const LiveGroup& g : live_) {
+      if (g.suppressed != nullptr) continue;
       if (++shown > kMost) break;
       out_.print("          {:>8} x ", g.count);
       print_bytes(g.size, 10);
@@ -369,8 +390,41 @@ class Writer {
       out_.raw(g.foreign ? "  (from the driver)\n" : "\n");
       if (g.stack != 0) print_stack(g.stack, "            ");
     }
-    if (live_.size() > kMost)
-      out_.print("          and {} more groups (CUSHION_REPORT=FILE lists all)\n", live_.size() - kMost);
+    if (groups > kMost) out_.print("          and {} more groups (CUSHION_REPORT=FILE lists all)\n", groups - kMost);
+  }
+
+  // What a person needs who is told that there is no memory.
+  void out_of_memory(std::uint64_t bytes, Api api) noexcept {
+    out_.print("cushion: {} (pid {}) is out of device memory: ", Printable<200>(program_.name).view(), program_.pid);
+    print_bytes(bytes, 0);
+    out_.print(" asked for by {}\n", kApiNames[static_cast<int>(api)]);
+    std::uint64_t free = 0;
+    std::uint64_t hole = 0;
+    for (int d = 0; d < Shared::kDevices; ++d) {
+      const DeviceBytes device(shared_, d);
+      if (!device.any()) continue;
+      const Pool::Fragments fragments = fragments_of(d);
+      free = std::max(free, fragments.bytes);
+      hole = std::max(hole, fragments.largest);
+      out_.print("  device {}  live ", d);
+      print_bytes(device.current[0] + device.current[3], 0);
+      out_.raw(", held by the pool ");
+      print_bytes(device.current[2], 0);
+      out_.raw(", free in it ");
+      print_bytes(fragments.bytes, 0);
+      out_.raw(", the largest hole ");
+      print_bytes(fragments.largest, 0);
+      out_.raw("\n");
+    }
+    const Options& options = runtime_.options();
+    if (options.max_size.percent < 0 || options.max_size.percent < 100)
+      out_.raw("  CUSHION_MAX_SIZE bounds the pool; requests beyond it go to the driver\n");
+    if (bytes <= free && bytes > hole)
+      out_.raw(
+          "  free memory is there, in pieces that are too small: CUSHION_SEGMENT_SIZE or CUSHION_INITIAL_SIZE larger, "
+          "or CUSHION_ALLOCATOR=binning, keeps it together\n");
+    if (options.oom_wait.ns == 0) out_.raw("  CUSHION_OOM_WAIT=1s would wait for freed blocks still in use\n");
+    top_stacks();
   }
 
  private:
@@ -534,29 +588,40 @@ class Writer {
     out_.raw("\n  ],\n");
   }
 
+  // The five call stacks that have most bytes live.
+  void top_stacks() noexcept {
+    std::uint32_t last = 0;
+    std::uint64_t below = ~std::uint64_t{0};
+    for (int rank = 0; rank < 5; ++rank) {
+      std::uint32_t best = 0;
+      for (std::uint32_t id = 1; id <= stacks_.size(); ++id) {
+        const std::uint64_t bytes = stacks_[id].live.bytes;
+        const bool comes_next = bytes < below || (bytes == below && id > last);
+        if (bytes != 0 && comes_next && (best == 0 || bytes > stacks_[best].live.bytes)) best = id;
+      }
+      if (best == 0) break;
+      last = best;
+      below = stacks_[best].live.bytes;
+      out_.raw("  live ");
+      print_bytes(below, 0);
+      out_.print(" in {} blocks{} from\n", whole(stacks_[best].live.count),
+                 stacks_[best].interval != 0 ? " (estimated)" : "");
+      print_stack(best, "    ");
+    }
+    if (last == 0) out_.raw("  CUSHION_TRACK=stacks, or sampled, says from where most is live\n");
+  }
+
   // A call stack for a person who has nothing but this text: what the dynamic linker knows of names, unless this is a
   // signal handler, which may not ask it. `cushion report` names functions, files and lines.
   void print_stack(std::uint32_t id, std::string_view indent) noexcept {
     const Stacks::Stack& stack = stacks_[id];
     constexpr std::uint32_t kMost = 12;
     for (std::uint32_t i = 0; i < std::min(stack.depth, kMost); ++i) {
-      const Stacks::Frame& frame = stacks_.frame(stack.frames[i]);
+      const Stacks::Named call = stacks_.named(stack.frames[i], patience_ != Patience::none);
       out_.raw(indent);
-      if (frame.python != Stacks::kNativeCode) {
-        const Python::Code& code = stacks_.python().code(frame.python);
-        out_.print("{} at {}:{}\n", Printable<120>(code.function).view(), Printable<200>(code.file).view(), frame.line);
-        continue;
-      }
-      if (frame.module < 0) {
-        out_.print("0x{:x}\n", frame.offset);
-        continue;
-      }
-      const Module& module = stacks_.modules()[static_cast<std::size_t>(frame.module)];
-      Dl_info info{};
-      if (patience_ != Patience::none && !module.gone.load(std::memory_order_relaxed) &&
-          dladdr(reinterpret_cast<void*>(module.bias + frame.offset), &info) != 0 && info.dli_sname != nullptr)
-        out_.print("{} in ", Printable<160>(info.dli_sname).view());
-      out_.print("{}+0x{:x}\n", Printable<200>(module.path).view(), frame.offset);
+      if (*call.function != '\0') out_.print("{} in ", Printable<160>(call.function).view());
+      out_.raw(Printable<200>(call.file).view());
+      call.line != 0 ? out_.print(":{}\n", call.line) : out_.print("+0x{:x}\n", call.offset);
     }
     if (stack.depth > kMost) out_.print("{}and {} more calls\n", indent, stack.depth - kMost);
   }
@@ -721,6 +786,31 @@ int write_report_now(Runtime& runtime, const char* path) noexcept try {
   return fill(runtime, fd, partial.c_str(), path, kRunning, Patience::some);
 } catch (...) {
   return ENOMEM;
+}
+
+bool leaks(Runtime& runtime) noexcept {
+  const LiveList live(runtime, Patience::some);
+  return std::any_of(live.begin(), live.end(), [](const LiveGroup& g) { return g.suppressed == nullptr; });
+}
+
+void say_out_of_memory(Runtime& runtime, std::uint64_t bytes, Api api) noexcept try {
+  Out out(STDERR_FILENO);
+  Writer(runtime, kRunning, Patience::some, out).out_of_memory(bytes, api);
+  const std::string& end = runtime.program().report.path;
+  std::string path;
+  if (!end.empty() && !is_special_file(end.c_str())) {
+    const std::size_t name = end.rfind('/') + 1;
+    const std::size_t dot = end.rfind('.');
+    path = end;
+    path.insert(dot != std::string::npos && dot > name ? dot : end.size(), ".oom");
+    if (const int error = write_report_now(runtime, path.c_str()); error == 0) {
+      out.print("  the report of this moment is {}\n", Printable<200>(path).view());
+    } else {
+      complain_of(path.c_str(), error);
+    }
+  }
+  out.finish();
+} catch (...) {  // no host memory either
 }
 
 void write_report(Runtime& runtime, const char* how, Patience patience) noexcept {

@@ -11,6 +11,7 @@
 #include <ctime>
 #include <string>
 
+#include "core/block.h"
 #include "core/patience.h"
 
 namespace cushion {
@@ -34,6 +35,13 @@ ReportFile claim_report(std::string path, long pid, timespec loaded);
 // Writes a report now, of a process that goes on: as JSON, or as text if the path ends in .txt; text to stderr if the
 // path is null. It is written beside the path and renamed. 0, or why not.
 int write_report_now(Runtime& runtime, const char* path) noexcept;
+
+// Whether blocks of the program's own are live: all but those that the suppressions cover.
+bool leaks(Runtime& runtime) noexcept;
+
+// One block of text on stderr: what was asked for, what there is, who has most, and which option would have helped; and
+// the report of this moment beside the one at the end, as NAME.oom.json.
+void say_out_of_memory(Runtime& runtime, std::uint64_t bytes, Api api) noexcept;
 
 // Writes the report where the options want it; nothing if they want none.
 void write_report(Runtime& runtime, const char* how, Patience patience) noexcept;

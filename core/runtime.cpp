@@ -37,6 +37,14 @@ std::size_t slot_of(CUstream stream) noexcept {
   return (reinterpret_cast<std::uintptr_t>(stream) >> 4) % kStreamCaches;
 }
 
+// As 20261201T093000Z.
+std::string start_time(timespec wall) {
+  std::tm utc{};
+  char text[32];
+  gmtime_r(&wall.tv_sec, &utc);
+  return {text, std::strftime(text, sizeof text, "%Y%m%dT%H%M%SZ", &utc)};
+}
+
 std::string read_command_line() {
   std::string text;
   if (std::FILE* file = std::fopen("/proc/self/cmdline", "re")) {
@@ -68,6 +76,14 @@ bool Runtime::start(const char* const* environment, const char* program, const L
   about->host = host;
   about->pid = getpid();
   about->loaded = loaded;
+  about->rank = find_rank(environment);
+  about->words = {{'p', std::to_string(about->pid)},
+                  {'h', about->host},
+                  {'e', about->name},
+                  {'r', about->rank.empty() ? "0" : about->rank},
+                  {'t', start_time(loaded.wall)}};
+  if (const std::string error = about->suppressions.read(read.options.suppressions); !error.empty())
+    log::complain("CUSHION_SUPPRESSIONS: cannot read " + read.options.suppressions + ": " + error);
   shared_.noticeable_wait = TickLength(loaded.clock, ClockPair::now()).ticks_in(10e-6);
   timeline_.configure(10 * shared_.noticeable_wait);  // 100 µs
   about->options = describe(read.options);
@@ -86,10 +102,9 @@ bool Runtime::start(const char* const* environment, const char* program, const L
   shared_.stacks.configure(options().stack_depth.value, options().python == PythonMode::automatic);
   begin_tracking();
 
-  log::open(options().log_level, expand_path(options().log_file, about->pid, about->host, about->name));
+  log::open(options().log_level, expand_path(options().log_file, about->words));
   if (!options().report.empty()) {
-    about->report =
-        claim_report(expand_path(options().report, about->pid, about->host, about->name), about->pid, loaded.wall);
+    about->report = claim_report(expand_path(options().report, about->words), about->pid, loaded.wall);
   }
   std::vector<CUcontext> accessors;
   {
@@ -709,6 +724,21 @@ void Runtime::report(const char* how, Patience patience) noexcept {
   if (reported_.exchange(true)) return;
   write_report(*this, how, patience);
   control_file_.remove();
+}
+
+int Runtime::exit_code(int status) noexcept {
+  if (status != 0 || program_ == nullptr || program_->pid != getpid() || options().leak_exit_code.value == 0)
+    return status;
+  return leaks(*this) ? static_cast<int>(options().leak_exit_code.value) : status;
+}
+
+void Runtime::out_of_memory(std::uint64_t bytes, Api api) noexcept {
+  const bool wanted = shared_.tracks() || options().log_level >= LogLevel::warn;
+  // What no device could ever hold is a question, not a shortage.
+  if (!wanted || bytes > shared_.largest_device.load(std::memory_order_relaxed) || program_->pid != getpid() ||
+      said_out_of_memory_.exchange(true, std::memory_order_relaxed))
+    return;
+  say_out_of_memory(*this, bytes, api);
 }
 
 }  // namespace cushion

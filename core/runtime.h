@@ -20,6 +20,7 @@
 #include "core/patience.h"
 #include "core/report.h"
 #include "core/shared.h"
+#include "core/suppressions.h"
 #include "core/timeline.h"
 
 namespace cushion {
@@ -144,6 +145,12 @@ class Runtime {
   // ("exit", "signal 11"). Allocates nothing, and leaves out what a lock protects that it cannot get: this thread may
   // hold it.
   void report(const char* how, Patience patience) noexcept;
+  // Then: what the process should exit with, which would with `status` (CUSHION_LEAK_EXIT_CODE).
+  int exit_code(int status) noexcept;
+
+  // The program is about to be told that there is no memory: said once, with who has it, if allocations are tracked or
+  // warnings logged; and a first report is written, beside the one at the end.
+  void out_of_memory(std::uint64_t bytes, Api api) noexcept;
 
   template <class Visit>
   bool for_each_foreign(Patience patience, Visit visit) noexcept {
@@ -160,8 +167,11 @@ class Runtime {
     std::string host;
     long pid = 0;
     LoadTime loaded;
+    std::string rank;  // empty: unknown
     std::vector<std::pair<std::string, std::string>> options;
+    PathWords words;  // of path patterns
     ReportFile report;
+    Suppressions suppressions;
   };
   const Program& program() const noexcept { return *program_; }
 
@@ -226,6 +236,7 @@ class Runtime {
   TimeLine timeline_;
   Program* program_ = nullptr;
   std::atomic<bool> reported_{false};
+  std::atomic<bool> said_out_of_memory_{false};
 
   std::mutex contexts_mutex_;         // protects adding to shared_.contexts and created_
   std::vector<CUcontext> created_;    // by cuCtxCreate: with the primary ones, the contexts that can be served

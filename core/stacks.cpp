@@ -1,5 +1,7 @@
 #include "core/stacks.h"
 
+#include <dlfcn.h>
+
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -165,6 +167,22 @@ std::int64_t Stacks::intern_frame(const Frame& frame) noexcept {
   frames_.publish();
   frame_index_.add(hash, frames_.size() - 1);
   return static_cast<std::int64_t>(frames_.size() - 1);
+}
+
+Stacks::Named Stacks::named(std::size_t frame, bool may_ask_linker) const noexcept {
+  const Frame& f = frames_[frame];
+  if (f.python != kNativeCode) {
+    const Python::Code& code = python_.code(f.python);
+    return {.function = code.function, .file = code.file, .line = f.line};
+  }
+  if (f.module < 0) return {.offset = f.offset};
+  const Module& module = modules_[static_cast<std::size_t>(f.module)];
+  Named named{.file = module.path, .offset = f.offset};
+  Dl_info info{};
+  if (may_ask_linker && !module.gone.load(std::memory_order_relaxed) &&
+      dladdr(reinterpret_cast<void*>(module.bias + f.offset), &info) != 0 && info.dli_sname != nullptr)
+    named.function = info.dli_sname;
+  return named;
 }
 
 // ---- figures -----------------------------------------------------------------------------------------------------

@@ -110,6 +110,15 @@ class Stacks {
   std::size_t frame_count() const noexcept { return frames_.size(); }
   const Frame& frame(std::size_t i) const noexcept { return frames_[i]; }
   const Modules& modules() const noexcept { return modules_; }
+  // The frame for a person. `function` is empty where nothing is known of it: of native code only what the dynamic
+  // linker knows, which may not be asked in a signal handler. `file`: of Python the source, else the module's path.
+  struct Named {
+    const char* function = "";
+    const char* file = "";
+    std::uint32_t line = 0;    // of Python
+    std::uint64_t offset = 0;  // in the module; without one the address
+  };
+  Named named(std::size_t frame, bool may_ask_linker) const noexcept;
   const Python& python() const noexcept { return python_; }
   std::uint64_t lost() const noexcept { return lost_.load(std::memory_order_relaxed); }
   // How long blocks lived, of those with a stack: by the number of bits of their age in ticks, as Amount::count.

@@ -59,6 +59,7 @@ CUresult forward(Runtime& rt, Api api, CUdeviceptr* out, std::size_t bytes, CUst
   rt.forwarded(api);
   const bool ordered = api == Api::malloc_async || api == Api::from_pool;
   const bool graph_owned = ordered && shared().gate.capturing(shared().driver, stream);
+  if (result == CUDA_ERROR_OUT_OF_MEMORY) rt.out_of_memory(bytes, api);
   if (result == CUDA_SUCCESS && out != nullptr && !graph_owned) rt.forwarded_block(api, *out, bytes, stream, ordered);
   return result;
 }

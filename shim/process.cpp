@@ -7,6 +7,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <cstdio>
 #include <cstdlib>
 #include <ctime>
 #include <mutex>
@@ -29,6 +30,8 @@ __attribute__((constructor)) void note_load_time() {
   clock_gettime(CLOCK_REALTIME_COARSE, &g_loaded.wall);
   g_loaded.clock = ClockPair::now();
 }
+
+constinit std::atomic<int> g_status{0};  // what exit was called with
 
 constinit std::mutex g_start_mutex;  // one thread starts the runtime; g_life's release shows it to the others
 
@@ -158,6 +161,7 @@ void start(const char* checker) noexcept {
   const bool started = runtime().start(environ, program_invocation_short_name, g_loaded);
   if (started) {
     at_quick_exit(at_quick_exit_hook);
+    on_exit([](int status, void*) { g_status.store(status, std::memory_order_relaxed); }, nullptr);
     watch_toggle(runtime().options().track_signal.number);
     watch_signals();
     if (runtime().options().ctl == CtlMode::on && !start_helper(runtime()))
@@ -171,12 +175,18 @@ void start(const char* checker) noexcept {
 __attribute__((destructor)) void at_unload() {
   if (g_life.load(std::memory_order_acquire) != Life::serving) return;
   finish("exit");
+  const int status = g_status.load(std::memory_order_relaxed);
+  const int code = runtime().exit_code(status);
   g_life.store(Life::ended, std::memory_order_release);
+  if (code == status) return;
+  std::fflush(nullptr);  // what exit would still have done; other libraries' destructors are left out
+  for (;;) syscall(SYS_exit_group, code);
 }
 
 [[noreturn]] void leave(int status) noexcept {
   finish("_exit");
-  for (;;) syscall(SYS_exit_group, status);
+  const int code = g_life.load(std::memory_order_acquire) == Life::serving ? runtime().exit_code(status) : status;
+  for (;;) syscall(SYS_exit_group, code);
 }
 
 }  // namespace

@@ -52,7 +52,7 @@ void check_value(const OptionInfo& option, const std::string& value) {
 
 void check_as_other_text(const std::string& text) {
   if (const std::string problem = check_option(text, ""); !problem.empty()) is_one_printable_line(problem);
-  const std::string path = expand_path(text, 42, "host", "program");
+  const std::string path = expand_path(text, {{'p', "42"}, {'h', "host"}, {'e', "program"}});
   require(text.find('%') != std::string::npos || path == text);
   const std::string preload = preload_value("/lib/a.so", text);
   require(preload.starts_with("/lib/a.so") && preload_value("/lib/a.so", preload) == preload);

@@ -1092,6 +1092,66 @@ def stacks_of_python(setting):
 
 
 @case
+def report_name_has_rank_and_time(setting):
+    pattern = setting.scratch / "out" / "%r" / "%e-%t.json"
+    for rank, variables in (("3", {"OMPI_COMM_WORLD_RANK": "3"}), ("0", {}), ("7", {"SLURM_PROCID": "1", "RANK": "7", "TORCHELASTIC_RUN_ID": "x"})):
+        run = setting.cushioned([setting.program("leak")], CUSHION_REPORT=pattern, **variables)
+        check(run.code == 0 and run.err == "", f"{run}")
+        found = list((setting.scratch / "out" / rank).iterdir())
+        check(len(found) == 1 and re.fullmatch(r"leak-\d{8}T\d{6}Z\.json", found[0].name), f"{found}")
+        report = json.loads(found[0].read_text())
+        check(report["program"].get("rank") == (int(rank) if variables else None), f"{report['program']}")
+
+
+@case
+def leak_exit_code(setting):
+    """A program that ends well and leaks exits with the code; one that fails keeps its own; suppressed blocks are no leak."""
+    code = {"CUSHION_LEAK_EXIT_CODE": "23", "CUSHION_TRACK": "stacks"}
+    leak, library = setting.program("leak"), setting.programs / "libleak_library.so"
+    run = setting.cushioned([leak], **code)
+    check(run.code == 23 and run.err == "" and len(run.reports) == 1, f"{run}")
+    check(setting.cushioned([leak, "/nowhere"], **code).code == 2, "a program's own code")
+    check(setting.cushioned([leak], CUSHION_LEAK_EXIT_CODE="23").code == 23, "without tracking")
+    check(setting.cushioned([setting.program("route_dlsym")], **code).code == setting.native([setting.program("route_dlsym")]).code,
+          "a program that frees everything")
+    patterns = setting.scratch / "patterns"
+    patterns.write_text("# known\n\n  libleak_library.so   # keeps its block\n")
+    run = setting.cushioned([leak, library], CUSHION_SUPPRESSIONS=patterns, **code)
+    check(run.code == 0 and [group.get("suppressed") for group in run.reports[0]["live"]] == ["libleak_library.so"], f"{run}")
+    check(setting.cushioned([leak], CUSHION_SUPPRESSIONS=patterns, **code).code == 23, "another's leak")
+    run = setting.cushioned([leak, library], CUSHION_SUPPRESSIONS=patterns, CUSHION_REPORT=None, **code)
+    check("1 blocks suppressed" in run.err and "nothing else" in run.err, run.err)
+    patterns.write_text("library_leak\n")  # by function: the library exports it
+    check(setting.cushioned([leak, library], CUSHION_SUPPRESSIONS=patterns, **code).code == 0, "by function")
+    run = setting.cushioned([leak, library], CUSHION_SUPPRESSIONS=setting.scratch / "none there", **code)
+    check(run.code == 23, f"{run}")
+    one_line(run, "CUSHION_SUPPRESSIONS", "none there", "No such file")
+    one_line(setting.cushioned([leak], CUSHION_LEAK_EXIT_CODE="256"), "CUSHION_LEAK_EXIT_CODE=256", "0 to 255")
+
+
+@case
+def out_of_memory_is_explained(setting):
+    leak = setting.program("leak")
+    native = setting.native([leak, "--all"])
+    report = setting.scratch / "end.json"
+    run = setting.cushioned([leak, "--all"], CUSHION_TRACK="stacks", CUSHION_REPORT=report)
+    same(native, run)
+    lines = run.err.splitlines()
+    check("is out of device memory: 64.00 MiB asked for by cuMemAlloc" in lines[0], run.err)
+    check(sum("out of device memory" in line for line in lines) == 1, "said once")
+    check(any("device 0  live" in line and "largest hole" in line for line in lines), run.err)
+    check(any(line.startswith("  live ") and "blocks from" in line for line in lines), run.err)
+    check(any("leak+0x" in line for line in lines), run.err)
+    moment = json.loads((setting.scratch / "end.oom.json").read_text())
+    check(moment["program"]["end"] == "running" and len(moment["live"]) == 1, f"{moment['live']}")
+    check(json.loads(report.read_text())["live"] == [], "freed at the end")
+    run = setting.cushioned([leak, "--all"], CUSHION_TRACK="on", CUSHION_REPORT=None)
+    check("CUSHION_TRACK=stacks" in run.err, run.err)
+    run = setting.cushioned([leak, "--all"])
+    check(run.err == "", f"untracked: {run.err}")
+
+
+@case
 def ctl_helper_thread(setting):
     """CUSHION_CTL=on: a program that does nothing is answered at once; without it ctl gives up, and nothing happens."""
     with Churn(setting, CUSHION_CTL="on", CUSHION_TRACK_SIGNAL="USR2") as program:

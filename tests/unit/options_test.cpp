@@ -192,8 +192,8 @@ TEST(Options, ASampleHasItsSize) {
   EXPECT_EQ(valid({"CUSHION_TRACK=sampled"}).track, (Tracking{TrackLevel::sampled, std::uint64_t{2} << 20}));
   EXPECT_EQ(valid({"CUSHION_TRACK=Sampled:512k"}).track, (Tracking{TrackLevel::sampled, std::uint64_t{512} << 10}));
   EXPECT_EQ(valid({"CUSHION_TRACK=sampled:1"}).track, (Tracking{TrackLevel::sampled, 1}));
-  for (const char* bad : {"sampled:", "sampled:0", "sampled:x", "sampled:1%", "sampled:8388608TiB", "stacks:1", "on:",
-                          ":", "sampled:1:2", "sample"})
+  for (const char* bad : {"sampled:", "sampled:0", "sampled:x", "sampled:1%", "sampled:8388608TiB", "stacks:1",
+                          "on:", ":", "sampled:1:2", "sample"})
     EXPECT_EQ(check_option("TRACK", bad),
               std::string("CUSHION_TRACK=") + bad + " is not valid: use off, on, stacks, sampled or sampled:SIZE");
 }
@@ -204,6 +204,32 @@ TEST(Options, ACountIsAWholeNumberWithinItsBounds) {
   for (const char* bad : {"0", "129", "-1", "1.5", "", "x", "10 ", "99999999999999999999"})
     EXPECT_EQ(check_option("STACK_DEPTH", bad),
               std::string("CUSHION_STACK_DEPTH=") + bad + " is not valid: use 1 to 128");
+}
+
+TEST(Options, TheRankIsTheLaunchers) {
+  const auto rank = [](std::vector<const char*> environment) {
+    environment.push_back(nullptr);
+    return std::string(find_rank(environment.data()));
+  };
+  EXPECT_EQ(rank({"PATH=/bin"}), "");
+  for (const char* name :
+       {"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID", "RANK"}) {
+    const std::string entry = std::string(name) += "=3";
+    EXPECT_EQ(rank({entry.c_str()}), "3");
+  }
+  EXPECT_EQ(rank({"SLURM_PROCID=0", "OMPI_COMM_WORLD_RANK=5"}), "5");
+  EXPECT_EQ(rank({"SLURM_PROCID=0", "RANK=7"}), "0");
+  EXPECT_EQ(rank({"SLURM_PROCID=0", "RANK=7", "TORCHELASTIC_RUN_ID=x"}), "7");
+  EXPECT_EQ(rank({"RANKING=9"}), "");
+}
+
+TEST(Options, PatternsMatchTheWholeText) {
+  EXPECT_TRUE(matches_pattern("lib*.so*", "libfoo.so.12"));
+  EXPECT_TRUE(matches_pattern("", ""));
+  EXPECT_TRUE(matches_pattern("*", ""));
+  EXPECT_TRUE(matches_pattern("a?c", "abc"));
+  EXPECT_FALSE(matches_pattern("a?c", "abbc"));
+  EXPECT_FALSE(matches_pattern("foo", "libfoo"));
 }
 
 TEST(Options, WhatIsDescribedReadsBackTheSame) {
@@ -291,10 +317,11 @@ TEST_F(Inert, ProgramsAreNamedOrLeftOut) {
 }
 
 TEST(Options, PathPatterns) {
-  EXPECT_EQ(expand_path("/tmp/%e-%h.%p.json", 42, "node1", "train"), "/tmp/train-node1.42.json");
-  EXPECT_EQ(expand_path("%%p %q %", 42, "h", "e"), "%p %q %");
-  EXPECT_EQ(expand_path("", 42, "h", "e"), "");
-  EXPECT_EQ(expand_path("%e", 1, "h", "%p"), "%p");
+  const PathWords words{{'p', "42"}, {'h', "node1"}, {'e', "train"}, {'r', ""}};
+  EXPECT_EQ(expand_path("/tmp/%e-%h.%p%r.json", words), "/tmp/train-node1.42.json");
+  EXPECT_EQ(expand_path("%%p %q %", words), "%p %q %");
+  EXPECT_EQ(expand_path("", words), "");
+  EXPECT_EQ(expand_path("%e", {{'e', "%p"}, {'p', "1"}}), "%p");
 }
 
 }  // namespace
