@@ -836,7 +836,7 @@ def symbols_without_debug_information(setting):
         equal(names["static"], [("in_symtab_only(int)", None)], "a static function")
         equal(names["fill"], [("main", None)], "an inlined function's caller")
         equal(names["hidden"], [("(anonymous namespace)::hidden()", None)], "a function without a linker's name")
-        check(names["make"][0][0].startswith("shapes::Grid<double>::make(char const*) const"), f"a template: {names}")
+        equal(names["make"], [("shapes::Grid<double>::make(char const*) const", None)], "a template")
 
 
 @case
@@ -914,11 +914,11 @@ def symbols_in_every_form(setting):
           in text, text)
     before = json.loads(report.read_text())
     before["later"] = {"unknown": [1, 2.5, "x"]}
-    report.write_text(json.dumps(before))
+    report.write_text(json.dumps(before)[:-1] + ', "deep": ' + "[" * 300_000 + "]" * 300_000 + "}")
     carried = setting.scratch / "carried.json"
     equal(setting.text(report, "--symbolize", carried), "", "stdout")
     after = json.loads(carried.read_text())
-    equal({k: v for k, v in after.items() if k not in ("frames", "stacks")},
+    equal({k: v for k, v in after.items() if k not in ("frames", "stacks", "deep")},
           {k: v for k, v in before.items() if k not in ("frames", "stacks")}, "all but frames and stacks")
     equal([{**s, "frames": 0} for s in after["stacks"]], [{**s, "frames": 0} for s in before["stacks"]], "stacks")
     programs.program.unlink()
@@ -941,8 +941,8 @@ def symbols_in_every_form(setting):
         setting.cushion(*wrong, code=2)
     setting.cushion(carried, "--symbolize", "missing/x", code=1)
     try:
-        equal(errors(validator(strict=True), after | {"later": None}), ["/: Additional properties are not allowed "
-              "('later' was unexpected)"], "what was written back, against the schema")
+        known = {key: value for key, value in after.items() if key not in ("later", "deep")}
+        equal(errors(validator(strict=True), known), [], "what was written back, against the schema")
     except Skip:
         pass
     profile = profile_message()
@@ -989,6 +989,9 @@ def sampled_stacks_are_estimates(setting):
         check(f"\nMost {kind}, by call stack (estimates: sampled every 2.00 MiB)\n" in text, text)
     out, err = setting.cushion(path, "--format", "folded")
     check("was sampled: bytes by call stack are estimates" in err and "no call stacks for some live blocks" in err, err)
+    setting.cushion(path, "--html", "page.html")
+    check("<h2>Never freed, by call stack (estimates: sampled every 2.00 MiB)</h2>" in
+          (setting.scratch / "page.html").read_text(), "no word of estimates in the page")
     untracked = report["live"][3]
     expected = sum(s["live_bytes"] for s in report["stacks"]) + untracked["size"] * untracked["count"]
     equal(sum(int(line.rsplit(b" ", 1)[1]) for line in out.splitlines()), expected, "bytes: each block once")

@@ -62,7 +62,8 @@ std::vector<TimePoint> thinned(const std::vector<TimePoint>& points) {
 
 class Page {
  public:
-  Page(const std::vector<Report>& reports, std::size_t rows) : reports_(reports), rows_(rows) {}
+  Page(const std::vector<Report>& reports, std::size_t rows)
+      : reports_(reports), rows_(rows), stacks_(seen_stacks(reports)) {}
 
   std::string take() && {
     const Report& first = reports_.front();
@@ -199,9 +200,9 @@ class Page {
         seconds_text(from), seconds_text(points.back().time_s));
   }
 
-  void flame(std::string_view title, const Samples& samples) {
+  void flame(const std::string& title, const Samples& samples) {
     if (!samples.any_stack) return;
-    open(title);
+    open(title + estimates_text(stacks_));
     const FlameFrame root = flame_of(samples.all);
     put("<p class=\"quiet readout\">Widths are bytes. Click a frame to see it alone, the top one to see all.</p>\n"
         "<div class=\"flame\">");
@@ -264,12 +265,11 @@ class Page {
 
   // Flame graphs show what is live, and what was at the peak.
   void tops() {
-    const std::vector<SeenStack> stacks = seen_stacks(reports_);
-    for (const std::size_t list : {kMostAllocations, kMostTemporary, kLongestWaits}) top(top_list(list), stacks);
+    for (const std::size_t list : {kMostAllocations, kMostTemporary, kLongestWaits}) top(top_list(list));
   }
 
-  void top(const TopList& list, const std::vector<SeenStack>& stacks) {
-    const std::vector<SeenStack> most = most_of(stacks, list);
+  void top(const TopList& list) {
+    const std::vector<SeenStack> most = most_of(stacks_, list);
     if (most.empty()) return;
     open(list.title + estimates_text(most));
     table({{list.headings[0], true}, {list.headings[1], true}}, list.headings[0]);
@@ -403,6 +403,7 @@ class Page {
 
   const std::vector<Report>& reports_;
   const std::size_t rows_;
+  const std::vector<SeenStack> stacks_;
   std::string out_;
 };
 

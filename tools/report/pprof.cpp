@@ -2,9 +2,7 @@
 // hand: a field is its number and kind, then a number in base 128 or a length and bytes.
 #include <zlib.h>
 
-#include <iterator>
 #include <map>
-#include <ranges>
 #include <stdexcept>
 #include <string_view>
 
@@ -47,11 +45,12 @@ class Profile {
   void value_type(const char* type, const char* unit) { profile_.message(1, type_of(type, unit)); }
   void sample(const Sample& sample) {
     Message out;
-    for (auto frame = sample.frames.rbegin(); frame != sample.frames.rend();) {  // innermost first
-      auto caller = std::next(frame);
-      while (caller != sample.frames.rend() && (*std::prev(caller))->inlined) ++caller;
-      out.number(1, location({frame, caller}));
-      frame = caller;
+    std::vector<FramePointer> place;  // frames that were inlined, and the last one, into which they were
+    for (std::size_t i = sample.frames.size(); i-- > 0;) {
+      place.push_back(sample.frames[i]);
+      if (sample.frames[i]->inlined && i != 0) continue;
+      out.number(1, location(place));
+      place.clear();
     }
     out.number(2, as_signed(sample.count));
     out.number(2, as_signed(sample.bytes));
@@ -108,10 +107,9 @@ class Profile {
     }
     return at->second;
   }
-  // Frames that were inlined, and the last one, into which they were.
-  std::uint64_t location(std::ranges::subrange<std::vector<FramePointer>::const_reverse_iterator> frames) {
+  std::uint64_t location(const std::vector<FramePointer>& frames) {
     Message out;
-    const Frame& outermost = **std::prev(frames.end());
+    const Frame& outermost = *frames.back();
     if (outermost.module) out.number(2, mapping(*outermost.module));
     out.number(3, outermost.offset);
     for (const FramePointer& frame : frames) {

@@ -98,6 +98,7 @@ std::vector<SeenStack> most_of(const std::vector<SeenStack>& stacks, const TopLi
   }
   std::ranges::stable_sort(order, std::greater{}, &std::pair<double, const SeenStack*>::first);
   std::vector<SeenStack> most;
+  most.reserve(order.size());
   for (const auto& [value, stack] : order) most.push_back(*stack);
   return most;
 }

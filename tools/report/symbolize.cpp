@@ -45,7 +45,9 @@ std::vector<std::string> Symbolizer::problems() const {
 
 std::string with_frames_of(const Report& report, std::string_view text) {
   using json = nlohmann::ordered_json;
-  json file = json::parse(text);
+  // What is nested deeper than any report is left out: it is unknown here, and would be written by recursion.
+  constexpr int kDeepest = 100;
+  json file = json::parse(text, [](int depth, json::parse_event_t, json&) { return depth < kDeepest; });
   std::map<const Module*, std::size_t> modules;
   for (std::size_t i = 0; i < report.modules.size(); ++i) modules[report.modules[i].get()] = i;
   std::map<const Frame*, std::size_t> indices;

@@ -26,10 +26,12 @@ constexpr int kDeepest = 200;  // of scopes within each other
 
 std::string text_of(const char* text) { return text == nullptr ? std::string() : text; }
 
+// Without the compiler's word for a part or a special form of a function: " [clone .cold]".
 std::string demangled(const char* name) {
   int status = 0;
   const std::unique_ptr<char, void (*)(void*)> text(abi::__cxa_demangle(name, nullptr, nullptr, &status), &free);
-  return text ? text.get() : name;
+  const std::string_view whole = text ? text.get() : name;
+  return std::string(whole.substr(0, whole.find(" [clone ")));
 }
 
 // As the linker knows it; g++ leaves that out of functions that only their own file can name.
@@ -312,9 +314,11 @@ ModuleSymbols::ModuleSymbols(const Module& module, const std::vector<std::string
   std::string build_id = module.build_id;
   std::ranges::transform(build_id, build_id.begin(), [](unsigned char c) { return std::tolower(c); });
   std::vector<std::string> files{module.path};
-  // Where the module itself is gone, its separate debug file does.
+  // Where the module itself is gone, its separate debug file will do.
   if (build_id.size() > 2 && std::ranges::all_of(build_id, [](unsigned char c) { return std::isxdigit(c) != 0; })) {
-    for (const std::string& dir : debug_dirs)
+    std::vector<std::string> dirs = debug_dirs;
+    dirs.emplace_back("/usr/lib/debug");
+    for (const std::string& dir : dirs)
       files.push_back(fmt::format("{}/.build-id/{}/{}.debug", dir, build_id.substr(0, 2), build_id.substr(2)));
   }
   for (const std::string& path : files) {
