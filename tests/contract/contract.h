@@ -65,8 +65,8 @@ void check(CUstream stream, CUdeviceptr p, std::size_t size, std::uint8_t byte, 
 // Writes first, then waits, then counts the bytes that somebody else changed meanwhile.
 void fill_hold_check(CUstream stream, CUdeviceptr p, std::size_t size, std::uint8_t byte,
                      std::chrono::milliseconds time, const SharedWord& bad);
-// Spins until the flag is set, or `timeout` so that a failing test ends.
-void wait_flag(CUstream stream, const SharedWord& flag, std::chrono::milliseconds timeout);
+// Spins until the flag is set, or half a minute, so that a failing test ends.
+void wait_flag(CUstream stream, const SharedWord& flag);
 
 // The primary context of device 0 is current; the test leaves it idle and healthy. One that breaks it fails and is the
 // last to run: breaking it on purpose is for scenarios.

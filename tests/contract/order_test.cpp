@@ -87,39 +87,47 @@ TEST_F(Order, FreeWaitsForADestroyedStream) {
 
 TEST_F(Order, DeferredFreeDoesNotWait) {
   if (!deferred()) GTEST_SKIP() << "a promise of CUSHION_FREE=deferred";
+  SharedWord flag;
   const Stream stream;
   const CUdeviceptr p = allocate(KiB);
-  hold(stream, 300ms);
+  wait_flag(stream, flag);
   CHECK_CU(CUDA_SUCCESS, driver().MemFree(p));
   EXPECT_TRUE(busy(stream));
+  flag.Set(1);
   finish(stream);
 }
 
 TEST_F(Order, AllocateDoesNotWait) {
+  SharedWord flag;
   const Stream stream, other;
-  hold(stream, 300ms);
+  wait_flag(stream, flag);
   const CUdeviceptr small = allocate(KiB), large = allocate(40 * MiB), async = allocate_async(40 * MiB, other);
   EXPECT_TRUE(busy(stream));
+  flag.Set(1);
   finish(stream);
   for (const CUdeviceptr p : {small, large, async}) CHECK_CU(CUDA_SUCCESS, driver().MemFree(p));
 }
 
 TEST_F(Order, FreeOfAnAsyncPointerDoesNotWait) {
+  SharedWord flag;
   const Stream stream, other;
   const CUdeviceptr p = allocate_async(MiB, other);
   finish(other);
-  hold(stream, 300ms);
+  wait_flag(stream, flag);
   CHECK_CU(CUDA_SUCCESS, driver().MemFree(p));
   EXPECT_TRUE(busy(stream));
+  flag.Set(1);
   finish(stream);
 }
 
 TEST_F(Order, FreeAsyncOfASyncPointerDoesNotWait) {
+  SharedWord flag;
   const Stream stream;
   const CUdeviceptr p = allocate(MiB);
-  hold(stream, 300ms);
+  wait_flag(stream, flag);
   CHECK_CU(CUDA_SUCCESS, driver().MemFreeAsync(p, stream));
   EXPECT_TRUE(busy(stream));
+  flag.Set(1);
   finish(stream);
 }
 
@@ -133,7 +141,7 @@ TEST_F(Order, FreeWaitsForTheBlocksOwnContextOnly) {
     SharedWord flag;
     const Stream stream;
     CHECK_CU(CUDA_SUCCESS, harness::LoadKernels());
-    wait_flag(stream, flag, 5000ms);
+    wait_flag(stream, flag);
     CHECK_CU(CUDA_SUCCESS, driver().MemFree(p));
     EXPECT_TRUE(busy(stream));
     flag.Set(1);
@@ -275,10 +283,10 @@ TEST_F(Order, ABlockIsNotHandedOutWhileALegacyOrBlockingStreamUsesIt) {
 // The other stream's kernel may be the slow one: the block goes back to the stream that freed it, at once and
 // in its order.
 TEST_F(Order, TheSameStreamGetsItsBlockBackInOrder) {
-  SharedWord bad;
+  SharedWord bad, flag;
   const Stream stream;
   std::set<CUdeviceptr> seen;
-  hold(stream, 300ms);
+  wait_flag(stream, flag);
   for (std::uint8_t round = 1; round <= 16; ++round) {
     const CUdeviceptr p = allocate_async(48 * MiB, stream);
     seen.insert(p);
@@ -287,6 +295,7 @@ TEST_F(Order, TheSameStreamGetsItsBlockBackInOrder) {
     CHECK_CU(CUDA_SUCCESS, driver().MemFreeAsync(p, stream));
   }
   EXPECT_TRUE(busy(stream));
+  flag.Set(1);
   EXPECT_EQ(seen.size(), 1U) << "a block freed on a stream is that stream's next one";
   finish(stream);
   EXPECT_EQ(bad.Get(), 0U);
@@ -295,10 +304,10 @@ TEST_F(Order, TheSameStreamGetsItsBlockBackInOrder) {
 // Another stream gets a block of a busy stream as soon as it is ordered after the free by an event.
 TEST_F(Order, AnOrderedStreamGetsTheBlock) {
   const std::size_t size = 48 * MiB;
-  SharedWord bad;
+  SharedWord bad, flag;
   const Stream first, second;
   std::set<CUdeviceptr> seen;
-  hold(first, 300ms);
+  wait_flag(first, flag);
   for (std::uint8_t round = 1; round <= 8; ++round) {
     for (const bool forth : {true, false}) {
       const CUstream mine = forth ? first : second, theirs = forth ? second : first;
@@ -311,6 +320,7 @@ TEST_F(Order, AnOrderedStreamGetsTheBlock) {
     }
   }
   EXPECT_TRUE(busy(first));
+  flag.Set(1);
   EXPECT_LE(seen.size(), 4U) << "sixteen blocks, each ordered after the one before";
   finish(first);
   finish(second);
@@ -531,7 +541,7 @@ TEST_F(Order, ASpinningKernelDoesNotDeadlockAllocation) {
           const CUdeviceptr p = allocate(allocated, size, stream);
           fill(stream, p, touched(size), 1);
           free(freed, p, stream);
-          wait_flag(stream, flag, 5000ms);
+          wait_flag(stream, flag);
           const CUdeviceptr same = allocate(next, size, stream), elsewhere = allocate(next, size, other);
           fill(other, elsewhere, touched(size), 2);
           finish(other);
@@ -553,7 +563,7 @@ TEST_F(Order, IndependentStreamsAreNotSerialised) {
     const Stream slow(flags), fast(flags);
     const CUdeviceptr shared = allocate_async(MiB, slow);
     CHECK_CU(CUDA_SUCCESS, driver().MemFreeAsync(shared, slow));
-    wait_flag(slow, flag, 5000ms);
+    wait_flag(slow, flag);
     for (int round = 0; round < 20; ++round) {
       const CUdeviceptr p = allocate_async(MiB, fast);
       fill(fast, p, MiB, 1);
