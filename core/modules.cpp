@@ -1,7 +1,6 @@
 #include "core/modules.h"
 
 #include <elf.h>
-#include <link.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -9,14 +8,10 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "core/libraries.h"
+
 namespace cushion {
 namespace {
-
-struct Search {
-  std::uint64_t address;
-  Module* found;
-  bool hit;
-};
 
 void read_build_id(Module& module, std::uint64_t at, std::uint64_t bytes) noexcept {
   const auto* note = reinterpret_cast<const unsigned char*>(at);
@@ -38,24 +33,19 @@ void read_build_id(Module& module, std::uint64_t at, std::uint64_t bytes) noexce
   }
 }
 
-int look(dl_phdr_info* library, std::size_t, void* argument) noexcept {
-  auto& search = *static_cast<Search*>(argument);
-  const std::uint64_t bias = library->dlpi_addr;
-  Module& m = *search.found;
-  m.low = ~std::uint64_t{0};
-  m.high = 0;
-  m.unwind = 0;
-  for (int i = 0; i < library->dlpi_phnum; ++i) {
-    const ElfW(Phdr)& part = library->dlpi_phdr[i];
-    if (part.p_type == PT_GNU_EH_FRAME) m.unwind = bias + part.p_vaddr;
-    if (part.p_type != PT_LOAD) continue;
-    m.low = std::min<std::uint64_t>(m.low, bias + part.p_vaddr);
-    m.high = std::max<std::uint64_t>(m.high, bias + part.p_vaddr + part.p_memsz);
-  }
-  if (search.address < m.low || search.address >= m.high) return 0;
+// Whether the library holds the address; then the module is it.
+bool look(const dl_phdr_info& library, std::uint64_t address, Module& m) noexcept {
+  const AddressRange range = addresses_of(library);
+  if (!range.holds(address)) return false;
+  const std::uint64_t bias = library.dlpi_addr;
+  m.low = range.low;
+  m.high = range.high;
   m.bias = bias;
-  for (int i = 0; i < library->dlpi_phnum; ++i) {
-    const ElfW(Phdr)& part = library->dlpi_phdr[i];
+  for (int i = 0; i < library.dlpi_phnum; ++i) {
+    if (library.dlpi_phdr[i].p_type == PT_GNU_EH_FRAME) m.unwind = bias + library.dlpi_phdr[i].p_vaddr;
+  }
+  for (int i = 0; i < library.dlpi_phnum; ++i) {
+    const ElfW(Phdr)& part = library.dlpi_phdr[i];
     const std::uint64_t begin = bias + part.p_vaddr;
     if (part.p_type == PT_NOTE && m.build_id_size == 0) read_build_id(m, begin, part.p_memsz);
     if (part.p_type == PT_LOAD && m.unwind >= begin && m.unwind < begin + part.p_filesz) {
@@ -64,7 +54,7 @@ int look(dl_phdr_info* library, std::size_t, void* argument) noexcept {
     }
   }
   if (m.unwind_high == 0) m.unwind = 0;
-  const char* name = library->dlpi_name;
+  const char* name = library.dlpi_name;
   if (name == nullptr || *name == '\0') {  // the program itself
     const ssize_t n = readlink("/proc/self/exe", m.path, sizeof m.path - 1);
     m.path[n > 0 ? n : 0] = '\0';
@@ -73,8 +63,7 @@ int look(dl_phdr_info* library, std::size_t, void* argument) noexcept {
     char whole[PATH_MAX];  // a preloaded library may be named from the working folder
     std::strncpy(m.path, *name != '/' && realpath(name, whole) != nullptr ? whole : name, sizeof m.path - 1);
   }
-  search.hit = true;
-  return 1;
+  return true;
 }
 
 }  // namespace
@@ -93,9 +82,9 @@ int Modules::find(std::uint64_t address) noexcept {
   if (const int at = known(address); at >= 0) return at;  // another thread was first
   Module* fresh = modules_.prepare();
   if (fresh == nullptr) return -1;
-  Search search{address, fresh, false};
-  dl_iterate_phdr(look, &search);
-  if (!search.hit) return -1;
+  bool found = false;
+  for_each_library([&](const dl_phdr_info& library) { return found = look(library, address, *fresh); });
+  if (!found) return -1;
   for (std::size_t i = 0; i < modules_.size(); ++i) {  // it never went, or came back to where it was
     Module& m = modules_[i];
     if (m.low != fresh->low || m.build_id != fresh->build_id || std::strcmp(m.path, fresh->path) != 0) continue;
@@ -107,13 +96,7 @@ int Modules::find(std::uint64_t address) noexcept {
 }
 
 bool Modules::refresh() noexcept {
-  std::uint64_t unloads = 0;
-  dl_iterate_phdr(
-      [](dl_phdr_info* library, std::size_t, void* to) {
-        *static_cast<std::uint64_t*>(to) = library->dlpi_subs;
-        return 1;
-      },
-      &unloads);
+  const std::uint64_t unloads = cushion::unloads();
   if (unloads_.exchange(unloads, std::memory_order_relaxed) == unloads) return false;
   // Which went is not said: all are looked up anew.
   std::lock_guard lock(mutex_);

@@ -1,7 +1,6 @@
 #include "core/python.h"
 
 #include <dlfcn.h>
-#include <link.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -11,6 +10,7 @@
 #include <cstring>
 #include <mutex>
 
+#include "core/libraries.h"
 #include "core/slab.h"
 
 namespace cushion {
@@ -249,28 +249,11 @@ bool Python::find_interpreter() noexcept {
     refused_.store(true, std::memory_order_relaxed);
     return false;
   }
-  struct Library {
-    std::uint64_t address;
-    std::uint64_t low = 0;
-    std::uint64_t high = 0;
-  } library{reinterpret_cast<std::uint64_t>(version)};
-  dl_iterate_phdr(
-      [](dl_phdr_info* loaded, std::size_t, void* argument) {
-        auto& of = *static_cast<Library*>(argument);
-        std::uint64_t low = ~std::uint64_t{0};
-        std::uint64_t high = 0;
-        for (int i = 0; i < loaded->dlpi_phnum; ++i) {
-          const ElfW(Phdr)& part = loaded->dlpi_phdr[i];
-          if (part.p_type != PT_LOAD) continue;
-          low = std::min<std::uint64_t>(low, loaded->dlpi_addr + part.p_vaddr);
-          high = std::max<std::uint64_t>(high, loaded->dlpi_addr + part.p_vaddr + part.p_memsz);
-        }
-        if (of.address < low || of.address >= high) return 0;
-        of.low = low;
-        of.high = high;
-        return 1;
-      },
-      &library);
+  AddressRange library{};
+  for_each_library([&](const dl_phdr_info& loaded) {
+    library = addresses_of(loaded);
+    return library.holds(reinterpret_cast<std::uint64_t>(version));
+  });
   std::lock_guard lock(lock_);
   if (layout_.load(std::memory_order_relaxed) != nullptr) return true;
   own_state_ = own_state;

@@ -13,6 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "core/libraries.h"
 #include "shim/hooks.h"
 #include "shim/process.h"
 
@@ -86,36 +87,22 @@ void* find_real(const char* name, const void* caller, const void* ours) noexcept
   if (void* next = dlsym(RTLD_NEXT, name)) return next;
   constexpr std::size_t kLongest = 4096;
   char path[kLongest] = "";
-  dl_iterate_phdr(
-      [](dl_phdr_info* library, std::size_t, void* to) {
-        if (!is_runtime(library->dlpi_name) || std::strlen(library->dlpi_name) >= kLongest) return 0;
-        std::strcpy(static_cast<char*>(to), library->dlpi_name);
-        return 1;
-      },
-      path);
+  for_each_library([&](const dl_phdr_info& library) {
+    if (!is_runtime(library.dlpi_name) || std::strlen(library.dlpi_name) >= kLongest) return false;
+    std::strcpy(path, library.dlpi_name);
+    return true;
+  });
   return path[0] != '\0' ? look(path) : nullptr;
-}
-
-// How many libraries were ever unloaded: while it stays the same, an address found earlier is still that function.
-unsigned long long unloads() noexcept {
-  unsigned long long count = 0;
-  dl_iterate_phdr(
-      [](dl_phdr_info* library, std::size_t, void* to) {
-        *static_cast<unsigned long long*>(to) = library->dlpi_subs;
-        return 1;
-      },
-      &count);
-  return count;
 }
 
 // find_real's last answers in this thread, one for each hook (about 0.1 µs).
 struct Found {
   const void* caller;
   void* real;
-  unsigned long long unloads;
+  std::uint64_t unloads;
 };
 void* cached_real(Found& last, const char* name, const void* caller, const void* ours) noexcept {
-  const unsigned long long now = unloads();
+  const std::uint64_t now = unloads();
   if (last.caller != caller || last.unloads != now) last = {caller, find_real(name, caller, ours), now};
   return last.real;
 }
