@@ -13,6 +13,7 @@
 
 #include "core/format.h"
 #include "core/log.h"
+#include "core/metrics.h"
 #include "core/output.h"
 #include "core/runtime.h"
 #include "core/totals.h"
@@ -46,6 +47,15 @@ void Runtime::attend() noexcept {
     set_track(page.level() == TrackLevel::off ? tracking_when_on() : Tracking{});
   answer(page);
   publish(page);
+  refresh_metrics();
+}
+
+// At most every kMetricsAge: a scrape takes no more.
+void Runtime::refresh_metrics() noexcept {
+  const std::uint64_t now = monotonic_ns();
+  if (program_->metrics.empty() || program_->pid != getpid() || now < metrics_due_) return;
+  metrics_due_ = now + kMetricsAge;
+  write_metrics(*this, true);
 }
 
 void Runtime::toggle_track() noexcept {
@@ -137,6 +147,7 @@ void Runtime::publish(ControlPage& page) noexcept {
   const Totals totals(shared_);
   page.counted.calls.store(sum(totals.served) + sum(totals.forwarded), std::memory_order_relaxed);
   page.counted.frees.store(totals.frees_served + totals.frees_forwarded, std::memory_order_relaxed);
+  page.counted.hits.store(sum(totals.served) - totals.misses, std::memory_order_relaxed);
   page.counted.waits.store(totals.free_waits + totals.memory_waits, std::memory_order_relaxed);
   page.counted.at_ns.store(monotonic_ns(), std::memory_order_release);
 }

@@ -327,6 +327,7 @@ bool Context::allocate_slowly(const Need& need, const Request& request, LaneRef 
     if (!grant) grant = search(arena, need, request, by);
     if (!grant) return false;
     by.lane->enter();
+    bump(by.lane->tally.misses);
     by.lane->tally.allocated(static_cast<int>(request.api), request.bytes, grant.size);
     if (request.note.time != 0) by.lane->tally.tracked(request.bytes);
     by.lane->leave();

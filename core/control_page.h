@@ -73,6 +73,7 @@ struct ControlPage {
   struct {
     Counter calls;  // allocations, served and forwarded
     Counter frees;
+    Counter hits;  // allocations that a magazine served
     Counter waits;
     Counter at_ns;  // when they were counted, on the monotonic clock; 0: never
   } counted;

@@ -19,6 +19,7 @@ inline constexpr int kApis = sizeof(kApiNames) / sizeof(kApiNames[0]);
 #define CUSHION_COUNTERS(CUSHION_COUNTER)                                                                       \
   CUSHION_COUNTER(frees_served, "frees_served", "frees of the pool's blocks")                                   \
   CUSHION_COUNTER(frees_forwarded, "frees_forwarded", "frees passed to the driver")                             \
+  CUSHION_COUNTER(misses, "misses", "allocations that no magazine could serve")                                 \
   CUSHION_COUNTER(free_waits, "free_waits", "frees that waited for the device, as natively")                    \
   CUSHION_COUNTER(free_waits_owed, "free_waits_owed", "frees that returned before their wait (FREE=auto)")      \
   CUSHION_COUNTER(stream_waits, "stream_waits", "stream waits inserted, memory being short")                    \
@@ -108,6 +109,7 @@ struct Tally {
   };
   Counter served[kApis]{};
   Counter frees{0};
+  Counter misses{0};        // allocations that no magazine had a block for
   Counter sizes[kSizes]{};  // of tracked allocations
   Bytes requested;          // by the program
   Bytes handed_out;         // blocks given for them: requests rounded up

@@ -1,82 +1,21 @@
 #include "core/report.h"
 
-#include <fcntl.h>
-#include <sys/file.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cmath>
 #include <cstdlib>
-#include <cstring>
-#include <limits>
 #include <string_view>
 #include <tuple>
 
-#include "core/format.h"
-#include "core/log.h"
-#include "core/output.h"
+#include "core/device_bytes.h"
+#include "core/out.h"
 #include "core/runtime.h"
 #include "core/totals.h"
-#include "core/utf8.h"
+#include "core/whole_file.h"
 
 namespace cushion {
 namespace {
-
-// Buffered output that never allocates. The first error sticks.
-class Out {
- public:
-  explicit Out(int fd) noexcept : fd_(fd) {}
-
-  void raw(std::string_view text) noexcept {
-    for (; !text.empty();) {
-      const std::size_t n = std::min(text.size(), sizeof buffer_ - used_);
-      std::memcpy(buffer_ + used_, text.data(), n);
-      used_ += n;
-      text.remove_prefix(n);
-      if (used_ == sizeof buffer_) flush();
-    }
-  }
-  template <class... Args>
-  void print(fmt::string_view format, const Args&... args) noexcept {
-    char line[512];
-    raw(format_into(line, format, args...));
-  }
-  // A JSON string. Bytes that are not UTF-8 are written as the code points of the same number.
-  void quoted(std::string_view text) noexcept {
-    raw("\"");
-    for (std::size_t i = 0; i < text.size(); ++i) {
-      const auto c = static_cast<unsigned char>(text[i]);
-      const std::size_t length = utf8_length(text.substr(i));
-      if (c == '"' || c == '\\') {
-        print("\\{}", text[i]);
-      } else if (c < 0x20 || c == 0x7f || length == 0) {
-        print("\\u{:04x}", c);
-      } else {
-        raw(text.substr(i, length));
-        i += length - 1;
-      }
-    }
-    raw("\"");
-  }
-  // 0, or the errno of the first failure.
-  int finish() noexcept {
-    flush();
-    return error_;
-  }
-
- private:
-  void flush() noexcept {
-    if (error_ == 0) error_ = write_all(fd_, {buffer_, used_});
-    used_ = 0;
-  }
-
-  int fd_;
-  int error_ = 0;
-  std::size_t used_ = 0;
-  char buffer_[2048];
-};
 
 // Live blocks of one device, call, stream, thread, call stack and size, of those that were tracked or of those that
 // were not.
@@ -165,37 +104,6 @@ class LiveList {
   std::size_t size_ = 0;
   std::size_t capacity_ = 0;
   bool complete_ = false;
-};
-
-// Bytes on one device, all contexts together. Of several contexts on one device the peaks are added: an upper bound.
-struct DeviceBytes {
-  static constexpr int kFigures = 4;
-  static constexpr const char* kKeys[kFigures] = {"requested", "handed_out", "held", "forwarded"};
-  static constexpr const char* kTexts[kFigures] = {"requested by the program, served by the pool", "handed out for it",
-                                                   "held from the driver", "served by the driver itself"};
-  std::uint64_t current[kFigures]{};
-  std::uint64_t peak[kFigures]{};
-
-  DeviceBytes(Shared& shared, int device) noexcept {
-    shared.for_each_context([&](const Context& context) {
-      if (context.device() != device) return;
-      add(0, context.usage().requested);
-      add(1, context.usage().handed_out);
-      add(2, context.usage().held);
-    });
-    add(0, shared.from_driver_pool(device));
-    add(3, shared.forwarded(device));
-  }
-  bool any() const noexcept {
-    return std::any_of(std::begin(peak), std::end(peak), [](std::uint64_t bytes) { return bytes != 0; });
-  }
-
- private:
-  template <class Figure>  // Gauge or Level
-  void add(int figure, const Figure& from) noexcept {
-    current[figure] += from.current();
-    peak[figure] += from.peak();
-  }
 };
 
 struct CounterField {
@@ -639,153 +547,20 @@ class Writer {
   Out& out_;
 };
 
-void complain_of(const char* path, int error) noexcept {
-  char line[1024];
-  log::complain(
-      format_into(line, "CUSHION_REPORT: cannot write {}: {}", Printable<200>(path).view(), reason_of(error)));
-}
-
-bool make_parents(const std::string& path) {
-  for (std::size_t slash = path.find('/', 1); slash != std::string::npos; slash = path.find('/', slash + 1)) {
-    const std::string parent = path.substr(0, slash);
-    if (mkdir(parent.c_str(), 0777) != 0 && errno != EEXIST && errno != EISDIR) {
-      struct stat s {};
-      if (stat(parent.c_str(), &s) != 0) return false;
-    }
-  }
-  return true;
-}
-
-// Whether another process has written the report while this one was running.
-bool written_since(const std::string& path, timespec loaded) {
-  struct stat s {};
-  if (stat(path.c_str(), &s) != 0) return false;
-  return s.st_mtim.tv_sec != loaded.tv_sec ? s.st_mtim.tv_sec > loaded.tv_sec : s.st_mtim.tv_nsec >= loaded.tv_nsec;
-}
-
-bool is_named(int fd, const std::string& name) {
-  struct stat opened {};
-  struct stat named {};
-  return fstat(fd, &opened) == 0 && lstat(name.c_str(), &named) == 0 && opened.st_ino == named.st_ino &&
-         opened.st_dev == named.st_dev;
-}
-
-// Creates and locks `partial`: its descriptor; -1 if another live process has it, or has written the report while this
-// one was running; -2 (and errno) if it cannot be created. One that nobody holds is left over from a process that is
-// gone, or put there by somebody: it is never written to, but removed.
-int claim(const std::string& path, const std::string& partial, timespec loaded) {
-  for (int tries = 0; tries < 100; ++tries) {
-    int fd = create_file(partial.c_str());
-    const bool created = fd >= 0;
-    if (!created && errno != EEXIST) return -2;
-    if (!created) {
-      fd = ::open(partial.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY);
-      if (fd < 0 && errno == ENOENT) continue;
-      if (fd < 0 && errno == EACCES) return -1;
-      if (fd < 0 && errno != ELOOP) return -2;
-    }
-    if (fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) != 0) {
-      ::close(fd);
-      return -1;
-    }
-    // Its last owner may have renamed it between our open and our lock: then the name is another file's, or nobody's.
-    const bool ours = fd < 0 || is_named(fd, partial);
-    if (created && ours && !written_since(path, loaded)) return fd;
-    const int failed = ours && ::unlink(partial.c_str()) != 0 && errno != ENOENT ? errno : 0;
-    if (fd >= 0) ::close(fd);
-    if ((created && ours) || failed == EPERM || failed == EACCES) return -1;
-    errno = failed;
-    if (failed != 0) return -2;
-  }
-  errno = EEXIST;
-  return -2;
-}
-
-std::string partial_of(const std::string& path) { return path + ".partial"; }
-
-// The file that claim_report() made, opened again, or a new one if it has vanished; what else has its name is left
-// alone.
-int open_claimed(const ReportFile& file) noexcept {
-  const int fd = ::open(file.partial.c_str(), O_WRONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
-  if (fd < 0) return errno == ENOENT ? create_file(file.partial.c_str()) : fd;
-  struct stat s {};
-  if (fstat(fd, &s) == 0 && s.st_dev == file.device && s.st_ino == file.inode) return fd;
-  ::close(fd);
-  errno = EEXIST;
-  return -1;
-}
-
-}  // namespace
-
-ReportFile claim_report(std::string path, long pid, timespec loaded) {
-  ReportFile file;
-  if (is_special_file(path.c_str())) {
-    file.path = std::move(path);
-    return file;
-  }
-  struct stat s {};
-  const bool folder = stat(path.c_str(), &s) == 0 && S_ISDIR(s.st_mode);
-  errno = folder ? EISDIR : 0;
-  int fd = !folder && make_parents(path) ? claim(path, partial_of(path), loaded) : -2;
-  if (fd == -1) {
-    path += fmt::format(".{}", pid);
-    fd = claim(path, partial_of(path), loaded);
-    if (fd == -1) errno = EEXIST;
-  }
-  if (fd < 0 || fstat(fd, &s) != 0) {
-    complain_of(path.c_str(), errno);
-    return {};
-  }
-  // The descriptor only holds the lock, until the process ends: the program may close it and reuse its number, so
-  // nothing is ever written to it.
-  file.partial = partial_of(path);
-  file.path = std::move(path);
-  file.device = s.st_dev;
-  file.inode = s.st_ino;
-  return file;
-}
-
-namespace {
-
-// The open file's content, then its name: 0, or an errno, and then the file is gone. An empty `partial`: it keeps its
-// name.
-int fill(Runtime& runtime, int fd, const char* partial, const char* path, const char* how, Patience patience) noexcept {
-  Out out(fd);
+// As the path's end says.
+void write_to(Runtime& runtime, Out& out, std::string_view path, const char* how, Patience patience) noexcept {
   Writer writer(runtime, how, patience, out);
-  std::string_view(path).ends_with(".txt") ? writer.text() : writer.json();
-  int error = out.finish();
-  if (*partial != '\0') {
-    if (error == 0 && ::rename(partial, path) != 0) error = errno;
-    if (error != 0) ::unlink(partial);
-  }
-  if (::close(fd) != 0 && error == 0) error = errno;
-  return error;
+  path.ends_with(".txt") ? writer.text() : writer.json();
 }
 
 }  // namespace
 
-int write_report_now(Runtime& runtime, const char* path) noexcept try {
-  if (path == nullptr) {
-    Out out(STDERR_FILENO);
-    Writer(runtime, kRunning, Patience::some, out).text();
-    return out.finish();
-  }
-  if (is_special_file(path)) {
-    const int fd = open_special(path);
-    return fd < 0 ? errno : fill(runtime, fd, "", path, kRunning, Patience::some);
-  }
-  struct stat s {};
-  if (stat(path, &s) == 0 && S_ISDIR(s.st_mode)) return EISDIR;
-  errno = 0;
-  if (!make_parents(path)) return errno != 0 ? errno : ENOTDIR;
-  // What was there before is replaced, however new it is.
-  constexpr timespec kNever{std::numeric_limits<time_t>::max(), 0};
-  const std::string partial = partial_of(path);
-  const int fd = claim(path, partial, kNever);
-  if (fd < 0) return fd == -1 ? EBUSY : errno;
-  return fill(runtime, fd, partial.c_str(), path, kRunning, Patience::some);
-} catch (...) {
-  return ENOMEM;
+int write_report_now(Runtime& runtime, const char* path) noexcept {
+  if (path != nullptr)
+    return write_whole(path, [&](Out& out) { write_to(runtime, out, path, kRunning, Patience::some); });
+  Out out(STDERR_FILENO);
+  Writer(runtime, kRunning, Patience::some, out).text();
+  return out.finish();
 }
 
 bool leaks(Runtime& runtime) noexcept {
@@ -806,7 +581,7 @@ void say_out_of_memory(Runtime& runtime, std::uint64_t bytes, Api api) noexcept 
     if (const int error = write_report_now(runtime, path.c_str()); error == 0) {
       out.print("  the report of this moment is {}\n", Printable<200>(path).view());
     } else {
-      complain_of(path.c_str(), error);
+      complain_of("REPORT", path.c_str(), error);
     }
   }
   out.finish();
@@ -814,19 +589,16 @@ void say_out_of_memory(Runtime& runtime, std::uint64_t bytes, Api api) noexcept 
 }
 
 void write_report(Runtime& runtime, const char* how, Patience patience) noexcept {
-  const ReportFile& file = runtime.program().report;
-  const char* path = file.path.c_str();
-  if (*path == '\0') {
+  const ClaimedFile& file = runtime.program().report;
+  if (file.path.empty()) {
     if (runtime.options().track.level == TrackLevel::off || !runtime.options().report.empty()) return;
     Out out(STDERR_FILENO);
     Writer(runtime, how, patience, out).text();
     out.finish();
     return;
   }
-  const int fd = file.partial.empty() ? open_special(path) : open_claimed(file);
-  int error = fd < 0 ? errno : 0;
-  if (fd >= 0) error = fill(runtime, fd, file.partial.c_str(), path, how, patience);
-  if (error != 0) complain_of(path, error);
+  const int error = write_claimed(file, [&](Out& out) { write_to(runtime, out, file.path, how, patience); });
+  if (error != 0) complain_of("REPORT", file.path.c_str(), error);
 }
 
 }  // namespace cushion

@@ -6,31 +6,12 @@
 // uses little stack, and waits for a lock only as long as `Patience` says.
 #pragma once
 
-#include <sys/types.h>
-
-#include <ctime>
-#include <string>
-
 #include "core/block.h"
 #include "core/patience.h"
 
 namespace cushion {
 
 class Runtime;
-
-// Where the report goes. An empty path: to stderr, or nowhere. An empty partial: straight to the path.
-struct ReportFile {
-  std::string path;
-  std::string partial;  // where it is written until it is whole, and which file that is
-  dev_t device = 0;
-  ino_t inode = 0;
-};
-
-// Reserves the report's path for this process while it lives: creates its directories and `PATH.partial`, which the
-// report is written to before it is renamed. If another process has it, or has written it since this one was `loaded`,
-// the pid is appended. If it cannot be written, complains once and returns an empty path. A path that is a device or a
-// pipe is taken as it is.
-ReportFile claim_report(std::string path, long pid, timespec loaded);
 
 // Writes a report now, of a process that goes on: as JSON, or as text if the path ends in .txt; text to stderr if the
 // path is null. It is written beside the path and renamed. 0, or why not.

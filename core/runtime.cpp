@@ -7,6 +7,7 @@
 #include <ctime>
 
 #include "core/log.h"
+#include "core/metrics.h"
 #include "core/mutation.h"
 #include "core/report.h"
 #include "core/thread.h"
@@ -104,7 +105,11 @@ bool Runtime::start(const char* const* environment, const char* program, const L
 
   log::open(options().log_level, expand_path(options().log_file, about->words));
   if (!options().report.empty()) {
-    about->report = claim_report(expand_path(options().report, about->words), about->pid, loaded.wall);
+    about->report = claim_file("REPORT", expand_path(options().report, about->words), about->pid, loaded.wall);
+  }
+  if (!options().metrics.empty()) {
+    about->metrics = expand_path(options().metrics, about->words);
+    write_metrics(*this, true);
   }
   std::vector<CUcontext> accessors;
   {
@@ -723,6 +728,7 @@ void Runtime::report(const char* how, Patience patience) noexcept {
   if (program_ == nullptr || program_->pid != getpid()) return;  // a forked child, or a vfork child about to exec
   if (reported_.exchange(true)) return;
   write_report(*this, how, patience);
+  if (!program_->metrics.empty() && patience != Patience::none) write_metrics(*this, false);
   control_file_.remove();
 }
 

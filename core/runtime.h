@@ -22,6 +22,7 @@
 #include "core/shared.h"
 #include "core/suppressions.h"
 #include "core/timeline.h"
+#include "core/whole_file.h"
 
 namespace cushion {
 
@@ -123,6 +124,8 @@ class Runtime {
   }
   void every_pool_changed() noexcept;
 
+  static constexpr std::uint64_t kMetricsAge = 5'000'000'000;  // ns: how old CUSHION_METRICS may get
+
   // ---- while the program runs (attention.cpp)
   // What is asked for is done: called by an allocation where shared().wants_attention(), and by the helper thread.
   [[gnu::noinline]] void attend() noexcept;
@@ -170,7 +173,8 @@ class Runtime {
     std::string rank;  // empty: unknown
     std::vector<std::pair<std::string, std::string>> options;
     PathWords words;  // of path patterns
-    ReportFile report;
+    ClaimedFile report;
+    std::string metrics;  // path; empty: none
     Suppressions suppressions;
   };
   const Program& program() const noexcept { return *program_; }
@@ -224,10 +228,12 @@ class Runtime {
   void answer(ControlPage& page) noexcept;
   void fulfil(ControlPage& page, const std::string& text) noexcept;
   void publish(ControlPage& page) noexcept;
+  void refresh_metrics() noexcept;  // with attend_mutex_ held
 
   Shared shared_;
   ControlFile control_file_;
   std::mutex attend_mutex_;                     // whoever answers requests; tried only
+  std::uint64_t metrics_due_ = 0;               // on the monotonic clock; under attend_mutex_
   std::atomic<unsigned> toggles_{0};            // signals not answered yet, modulo 2; relaxed: kAttention shows it
   std::atomic<std::uint64_t> calls_before_{0};  // allocation calls counted towards TRACK_AFTER; orders nothing
   std::atomic<std::uint64_t> switches_{0};      // of the level; orders nothing

@@ -30,6 +30,7 @@ struct Totals {
     for (int i = 0; i < kApis; ++i) served[i] += from.served[i].load(std::memory_order_relaxed);
     for (int i = 0; i < kSizes; ++i) sizes[i] += from.sizes[i].load(std::memory_order_relaxed);
     frees_served += from.frees.load(std::memory_order_relaxed);
+    misses += from.misses.load(std::memory_order_relaxed);
   }
   void add(const Counters& from) noexcept {
     for (int i = 0; i < kApis; ++i) {

@@ -12,11 +12,14 @@ namespace {
 void* answer_requests(void* of) {
   Runtime& runtime = *static_cast<Runtime*>(of);
   ControlPage& page = *runtime.shared().page;
+  const bool has_metrics = !runtime.program().metrics.empty();
+  const timespec interval{static_cast<time_t>(Runtime::kMetricsAge / 1'000'000'000), 0};
   for (;;) {
     // Acquire, and before the answer: a ring that comes while answering is seen by the wait.
     const std::uint32_t rung = page.doorbell.load(std::memory_order_acquire);
     if (runtime.shared().wants_attention()) runtime.attend();
-    syscall(SYS_futex, &page.doorbell, FUTEX_WAIT, rung, nullptr, nullptr, 0);
+    syscall(SYS_futex, &page.doorbell, FUTEX_WAIT, rung, has_metrics ? &interval : nullptr, nullptr, 0);
+    if (has_metrics) page.word.fetch_or(ControlPage::kAttention, std::memory_order_relaxed);
   }
   return nullptr;
 }

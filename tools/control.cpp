@@ -69,9 +69,8 @@ Figures read_figures(const OpenPage& page) {
   figures.key = page->header.key;
   figures.program = Printable<60>(bounded(page->header.program)).view();
   const Tracking tracking = page->tracking();
-  figures.track = tracking.level == TrackLevel::sampled
-                      ? fmt::format("sampled:{}", shown_bytes(tracking.interval))
-                      : std::string(name_of(tracking.level));
+  figures.track = tracking.level == TrackLevel::sampled ? fmt::format("sampled:{}", shown_bytes(tracking.interval))
+                                                        : std::string(name_of(tracking.level));
   figures.helper = page->header.helper != 0;
   std::map<int, DeviceFigures> devices;
   const auto of = [&](int device) -> DeviceFigures& {
@@ -102,6 +101,7 @@ Figures read_figures(const OpenPage& page) {
   const std::uint64_t now = monotonic_ns();
   figures.calls = page->counted.calls.load(std::memory_order_relaxed);
   figures.frees = page->counted.frees.load(std::memory_order_relaxed);
+  figures.hits = page->counted.hits.load(std::memory_order_relaxed);
   figures.waits = page->counted.waits.load(std::memory_order_relaxed);
   if (counted_at != 0) figures.age_s = counted_at < now ? static_cast<double>(now - counted_at) * 1e-9 : 0;
   return figures;
@@ -188,8 +188,7 @@ int request(std::int64_t pid, RequestKind kind, const std::string& text, const s
 
 int ctl_track(std::int64_t pid, const std::string& level) {
   if (!parse_tracking(level)) {
-    fmt::print(stderr, "cushion: {} is no level of tracking: use {}\n", Printable<64>(level).view(),
-               tracking_values());
+    fmt::print(stderr, "cushion: {} is no level of tracking: use {}\n", Printable<64>(level).view(), tracking_values());
     return 2;
   }
   return request(pid, RequestKind::track, level);
@@ -225,8 +224,8 @@ int ctl_show(std::int64_t pid, bool json) {
     fmt::print("  device {}  live {}  held {}  peak {}\n", d.device, shown_bytes(d.live), shown_bytes(d.held),
                shown_bytes(d.peak));
   if (figures.age_s >= 0)
-    fmt::print("  {} allocations, {} frees, {} waits, counted {:.1f} s ago\n", figures.calls, figures.frees,
-               figures.waits, figures.age_s);
+    fmt::print("  {} allocations ({} from magazines), {} frees, {} waits, counted {:.1f} s ago\n", figures.calls,
+               shown_hits(figures), figures.frees, figures.waits, figures.age_s);
   return 0;
 }
 

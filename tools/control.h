@@ -29,6 +29,7 @@ struct Figures {
   std::vector<DeviceFigures> devices;
   std::uint64_t calls = 0;  // allocations
   std::uint64_t frees = 0;
+  std::uint64_t hits = 0;  // of the allocations, those that a magazine served
   std::uint64_t waits = 0;
   double age_s = -1;  // of the counts; negative: never counted
 };

@@ -2,6 +2,7 @@
 
 #include <fmt/core.h>
 
+#include <algorithm>
 #include <iterator>
 #include <nlohmann/json.hpp>
 
@@ -15,6 +16,13 @@ std::string shown_bytes(std::uint64_t bytes) {
   return unit == 0 ? fmt::format("{} B", bytes) : fmt::format("{:.2f} {}", shown, kUnits[unit]);
 }
 
+std::string shown_hits(const Figures& figures) {
+  if (figures.calls == 0) return "-";
+  // The counts run behind one another.
+  const double share = static_cast<double>(std::min(figures.hits, figures.calls)) / static_cast<double>(figures.calls);
+  return fmt::format("{:.1f} %", 100 * share);
+}
+
 std::string to_json(const Figures& figures, double rate) {
   nlohmann::ordered_json json;
   json["pid"] = figures.key.pid;
@@ -26,6 +34,7 @@ std::string to_json(const Figures& figures, double rate) {
     json["devices"].push_back({{"device", d.device}, {"live", d.live}, {"held", d.held}, {"peak", d.peak}});
   json["calls"] = figures.calls;
   json["frees"] = figures.frees;
+  json["hits"] = figures.hits;
   json["waits"] = figures.waits;
   json["counted_s_ago"] = figures.age_s >= 0 ? nlohmann::ordered_json(figures.age_s) : nlohmann::ordered_json();
   json["calls_per_s"] = rate >= 0 ? nlohmann::ordered_json(rate) : nlohmann::ordered_json();

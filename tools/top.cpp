@@ -99,15 +99,15 @@ class View {
 };
 
 void print(const View& view, const SortKey& key, std::size_t most) {
-  fmt::print("{:>8}  {:<20} {:>3}  {:>10}  {:>10}  {:>10}  {:>9}  {:>8}  {}\n", "PID", "PROGRAM", "DEV", "LIVE", "HELD",
-             "PEAK", "CALLS/S", "WAITS", "TRACK");
+  fmt::print("{:>8}  {:<20} {:>3}  {:>10}  {:>10}  {:>10}  {:>9}  {:>7}  {:>8}  {}\n", "PID", "PROGRAM", "DEV", "LIVE",
+             "HELD", "PEAK", "CALLS/S", "HITS", "WAITS", "TRACK");
   const std::vector<Row> rows = view.sorted(key);
   for (const Row& row : rows) {
     if (most-- == 0) break;
     const std::string rate = row.rate >= 0 ? fmt::format("{:.0f}", row.rate) : std::string("-");
-    fmt::print("{:>8}  {:<20.20} {:>3}  {:>10}  {:>10}  {:>10}  {:>9}  {:>8}  {}\n", row.process.key.pid,
+    fmt::print("{:>8}  {:<20.20} {:>3}  {:>10}  {:>10}  {:>10}  {:>9}  {:>7}  {:>8}  {}\n", row.process.key.pid,
                row.process.program, row.device.device, shown_bytes(row.device.live), shown_bytes(row.device.held),
-               shown_bytes(row.device.peak), rate, row.process.waits, row.process.track);
+               shown_bytes(row.device.peak), rate, shown_hits(row.process), row.process.waits, row.process.track);
   }
   if (rows.empty()) fmt::print("no process of yours allocates device memory under Cushion\n");
   for (const std::string& problem : view.problems()) fmt::print(stderr, "cushion: {}\n", problem);

@@ -1152,6 +1152,50 @@ def out_of_memory_is_explained(setting):
     check(run.err == "", f"untracked: {run.err}")
 
 
+def read_metrics(path):
+    """Prometheus text as {name: {labels: value}}, each line held to the format."""
+    samples, types = {}, {}
+    for line in path.read_text().splitlines():
+        if line.startswith("#"):
+            kind, name, text = re.fullmatch(r"# (HELP|TYPE) ([a-z_]+) (.+)", line).groups()
+            check(name not in samples, f"{name} is described after its samples")
+            if kind == "TYPE":
+                check(name not in types and text in ("gauge", "counter"), line)
+                types[name] = text
+            continue
+        name, labels, value = re.fullmatch(r'([a-z_]+)\{((?:[a-z_]+="(?:[^"\\]|\\["\\n])*",?)*)\} (\d+)', line).groups()
+        check(name in types and (types[name] == "counter") == name.endswith("_total"), line)
+        check(labels not in samples.setdefault(name, {}), f"twice: {line}")
+        samples[name][labels] = int(value)
+    return samples
+
+
+@case
+def metrics_file(setting):
+    path = setting.scratch / "metrics" / "%e.prom"
+    written = setting.scratch / "metrics" / "churn.prom"
+    with Churn(setting, CUSHION_METRICS=path, CUSHION_CTL="on", PMI_RANK="2") as program:
+        check(program.ask("allocate 3 5000000") == "allocated 3", "")
+        deadline = time.monotonic() + 20  # every 5 s
+        while True:
+            metrics = read_metrics(written)
+            live = [value for labels, value in metrics.get("cushion_device_bytes", {}).items() if 'kind="requested"' in labels]
+            if live == [15000000]:
+                break
+            check(time.monotonic() < deadline, f"never up to date: {metrics}")
+            time.sleep(0.1)
+        labels = f'pid="{program.pid}",program="churn",rank="2"'
+        check(metrics["cushion_up"] == {labels: 1}, f"{metrics['cushion_up']}")
+        served = f'{labels},function="cuMemAlloc",served_by="cushion"'
+        check(metrics["cushion_allocations_total"][served] == 3, f"{metrics['cushion_allocations_total']}")
+        program.quit()
+        check(read_metrics(written)["cushion_up"] == {labels: 0}, "the end is not said")
+        check([file.name for file in written.parent.iterdir()] == ["churn.prom"], "left over")
+    run = setting.cushioned([setting.program("leak")], CUSHION_METRICS="/proc/nothing/x.prom")
+    check(run.code == 0, f"{run}")
+    one_line(run, "CUSHION_METRICS", "/proc/nothing/x.prom")
+
+
 @case
 def ctl_helper_thread(setting):
     """CUSHION_CTL=on: a program that does nothing is answered at once; without it ctl gives up, and nothing happens."""
