@@ -1,8 +1,8 @@
 #include "core/suppressions.h"
 
 #include <cerrno>
-#include <fstream>
-#include <system_error>
+#include <cstdio>
+#include <cstdlib>
 
 #include "core/options.h"
 #include "core/output.h"
@@ -21,17 +21,25 @@ std::string Suppressions::read(const std::string& file) {
   if (file == "none") return {};
   patterns_.assign(std::begin(kBuiltIn), std::end(kBuiltIn));
   if (file.empty()) return {};
+  std::FILE* const in = std::fopen(file.c_str(), "re");
+  if (in == nullptr) return reason_of(errno);
+  const auto text = [](char* line) {
+    std::string_view rest(line);
+    rest = rest.substr(0, rest.find('#'));
+    const std::size_t first = rest.find_first_not_of(" \t\r\n");
+    return first == rest.npos ? rest.substr(rest.size())
+                              : rest.substr(first, rest.find_last_not_of(" \t\r\n") + 1 - first);
+  };
+  char* line = nullptr;
+  std::size_t room = 0;
   errno = 0;
-  std::ifstream in(file);
-  std::string line;
-  while (std::getline(in, line)) {
-    line.erase(std::min(line.find('#'), line.size()));
-    const std::size_t first = line.find_first_not_of(" \t\r");
-    if (first == std::string::npos) continue;
-    patterns_.push_back(line.substr(first, line.find_last_not_of(" \t\r") + 1 - first));
+  while (::getline(&line, &room, in) >= 0) {
+    if (const std::string_view pattern = text(line); !pattern.empty()) patterns_.emplace_back(pattern);
   }
-  if (in.is_open() && in.eof()) return {};
-  return reason_of(errno != 0 ? errno : EIO);
+  const int error = std::ferror(in) != 0 ? errno : 0;
+  std::free(line);
+  std::fclose(in);
+  return error != 0 ? reason_of(error) : std::string();
 }
 
 const char* Suppressions::covers(const Stacks& stacks, std::uint32_t id, bool may_ask_linker) const noexcept {

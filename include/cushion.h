@@ -9,7 +9,7 @@
  * Errors: 0 is success; the rest is enum cushion_result. Nothing is printed.
  *
  *     #include <cushion.h>
- *     cushion_set_track("on");
+ *     cushion_set_track("stacks");
  *     for (int epoch = 0; epoch < 10; ++epoch) { cushion_mark("epoch"); train(); }
  *     cushion_report("/tmp/after-training.json");
  */
@@ -50,9 +50,9 @@ static inline void* cushion_find_(const char* name, void** known) {
   __builtin_memcpy(&call, &found, sizeof call);     \
   return call(argument);
 
-/* Switches tracking: `level` is a value of CUSHION_TRACK ("off", "on"). From any thread's next allocation on; blocks
- * allocated before keep what is known of them. Before the first device allocation it counts instead of CUSHION_TRACK
- * and CUSHION_TRACK_AFTER. Cost: 0.2 us. */
+/* Switches tracking: `level` is a value of CUSHION_TRACK ("off", "on", "stacks", "sampled", "sampled:512KiB"). From any
+ * thread's next allocation on; blocks allocated before keep what is known of them. Before the first device allocation
+ * it counts instead of CUSHION_TRACK and CUSHION_TRACK_AFTER. Cost: 0.2 us. */
 static inline int cushion_set_track(const char* level) { CUSHION_CALL_(cushion_set_track, level) }
 
 /* Keeps a moment for the report: `name` (63 bytes of it), how long before the report, and the bytes live then, all
