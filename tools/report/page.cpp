@@ -76,8 +76,8 @@ class Page {
         title, kPageStyle);
     put("<h1>{}</h1>\n", title);
     if (reports_.size() == 1) {
-      put("<p class=\"quiet\">pid {} on {}, ended by {} after {}</p>\n<p class=\"quiet\"><code>{}</code></p>\n",
-          first.pid, html(first.host), html(first.end), seconds_text(first.duration_s), html(first.command));
+      put("<p class=\"quiet\">pid {} on {}, {}</p>\n<p class=\"quiet\"><code>{}</code></p>\n", first.pid,
+          html(first.host), html(end_text(first)), html(first.command));
     }
     cards();
     ranks();

@@ -31,8 +31,7 @@ class View {
   std::string take() { return std::move(out_); }
 
   void one(const Report& report) {
-    heading(fmt::format("{} (pid {} on {}) ended by {} after {}", plain(report.name), report.pid, plain(report.host),
-                        plain(report.end), seconds_text(report.duration_s)));
+    heading(fmt::format("{} (pid {} on {}) {}", plain(report.name), report.pid, plain(report.host), end_text(report)));
     fact("command", plain(report.command));
     fact("options", changed_options(report));
     heading("Memory");

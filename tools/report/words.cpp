@@ -151,6 +151,11 @@ std::string counter_text(const std::string& key) {
   return plain(key);
 }
 
+std::string end_text(const Report& report) {
+  const std::string how = report.end == "running" ? "still running" : "ended by " + plain(report.end);
+  return how + " after " + seconds_text(report.duration_s);
+}
+
 std::string label_of(const Report& report) {
   if (report.rank) return fmt::format("rank {}", *report.rank);
   return plain(std::filesystem::path(report.file).filename().string());

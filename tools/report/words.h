@@ -46,6 +46,9 @@ std::string waits_text(const Report& report);
 // What a counter of `calls` counts; of one that this version does not know, its key.
 std::string counter_text(const std::string& key);
 
+// "ended by exit after 1.30 ms"; of a report on demand "still running after ..."
+std::string end_text(const Report& report);
+
 // How a report is called beside others: "rank 3", or its file's name.
 std::string label_of(const Report& report);
 
