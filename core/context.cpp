@@ -411,12 +411,14 @@ Context::Grant Context::search(Arena& arena, const Need& need, const Request& re
   Grant grant = grow_for(own ? superblock_for(need) : need, arena, false);
   if (!grant && own) grant = take(global(), need, request, by);
   if (!grant && own) grant = grow_for(need, global(), false);
+  if (grant || why != CUDA_ERROR_OUT_OF_MEMORY) return grant;  // at MAX_SIZE the driver still has memory
+
   // A wait on the legacy stream would hold every blocking stream back, and what they do may be what is waited for.
   const bool may_wait = by.lane->is_stream() && !(is_legacy(request.stream->handle) &&
                                                   shared_.blocking_streams.load(std::memory_order_relaxed));
   if (!grant && may_wait) grant = steal(arena, need, request, by);
   if (!grant && may_wait && own) grant = steal(global(), need, request, by);
-  if (grant || why != CUDA_ERROR_OUT_OF_MEMORY) return grant;
+  if (grant) return grant;
 
   // Out of memory. Wait for freed blocks only where they could help, and never while a capture is open.
   std::uint64_t pool_free = 0;
@@ -493,7 +495,6 @@ bool Context::grow(const Need& need, bool exact, CUresult& why) {
     const std::uint64_t room = most > have ? most - have : 0;
     if (least > room) {
       why = CUDA_SUCCESS;
-      pressure_.store(true, std::memory_order_relaxed);
       return false;
     }
     if (!exact && growing_ == 0) {

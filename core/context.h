@@ -7,8 +7,10 @@
 //   2. its arena: the stream's own freed blocks, clean blocks, blocks that the program has ordered before the stream;
 //      a stream's, thread's or bin's arena asks the global one for a superblock
 //   3. the same again after asking the fences, and again with what lay in other lanes' magazines
-//   4. a new segment, unless MAX_SIZE or the driver refuses
-//   5. another stream's freed block, the stream made to wait on the event recorded inside that free
+//   4. a new segment, unless MAX_SIZE refuses (then 7) or the driver does
+//   5. the driver has no more: another stream's freed block, the stream made to wait on the event recorded inside that
+//      free. Never where other memory can be had: the work before that free may be waiting for what the stream does
+//      next
 //   6. a bounded wait for freed blocks; then wholly unused segments go back and the driver is asked again
 //   7. the native call; if it answers out of memory, every context gives back what it can, and the call once more: what
 //      the program is told is what the driver said
@@ -261,7 +263,7 @@ class Context {
   std::atomic<bool> alive_{true};
   std::atomic<int> closing_{0};
   std::atomic<int> broken_{0};
-  // Growth was refused: cudaFreeAsync records its event inside itself (contract §3).
+  // The driver refused growth: cudaFreeAsync records its event inside itself (contract §3).
   std::atomic<bool> pressure_{false};
   // By Arena::index; made when first needed, under the context's lock, and never destroyed.
   std::array<std::atomic<Arena*>, Lane::kArenas> arenas_{};

@@ -69,9 +69,10 @@ int Workload() {
   const harness::Gpu gpu;
   CHECK_CU(0, harness::LoadKernels());
   Core core;
-  core.options().max_size = {6 * kMiB, -1};
+  core.options().oom_wait = {};
   core.options().init = InitMode::junk;
   core.context();
+  const Hog hog(8 * kMiB);
   harness::SharedWord bad;
   {
     TestStream lanes[2];

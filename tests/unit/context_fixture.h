@@ -127,6 +127,11 @@ class Core {
 
   Shared& shared = eternal<Shared>();
 
+  // From now on the driver has no memory for a segment.
+  void refuse_growth() {
+    shared.driver.cuMemAlloc_v2 = [](CUdeviceptr*, std::size_t) { return CUDA_ERROR_OUT_OF_MEMORY; };
+  }
+
  private:
   CUdeviceptr Allocate(const Request& request) {
     CUdeviceptr p = 0;

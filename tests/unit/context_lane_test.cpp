@@ -381,7 +381,7 @@ TEST_P(EveryAllocator, WhatIsCachedGoesBackAtTheProgramsSynchronize) {
 TEST_P(EveryAllocator, FiguresOfOneThreadAreExact) {
   for (const bool pressed : {false, true}) {
     if (pressed) {
-      core().options().max_size = {core().held(), -1};
+      core().refuse_growth();
       EXPECT_EQ(core().Malloc(2 * core().held()), 0u);  // refused: frees now carry an event
     }
     TestStream lanes[2];

@@ -475,13 +475,13 @@ TEST_F(ContextTest, SpeculativeGrowthLeavesTheReserveAndFallsBackToTheNeed) {
 }
 
 TEST_F(ContextTest, UnderPressureAnotherStreamsBlockIsTakenWithAWaitForItsFreeAlone) {
-  core().options().max_size = {kSegment, -1};
   TestStream s;
   TestStream t;
   SharedWord bad;
   Gate before;
   Gate after;
   const CUdeviceptr p = core().MallocAsync(kSegment, s);
+  core().refuse_growth();
   ASSERT_EQ(core().MallocAsync(kSegment, t), 0u);  // refused: from now on frees carry an event
   CHECK_CU(0, LaunchFill(s, p, kSegment, 1));
   before.Hold(s);
@@ -498,11 +498,30 @@ TEST_F(ContextTest, UnderPressureAnotherStreamsBlockIsTakenWithAWaitForItsFreeAl
   EXPECT_EQ(bad.Get(), 0u);
 }
 
-TEST_F(ContextTest, UnderPressureAStreamHasItsOwnBlockWithoutAWait) {
+// Where the driver still has memory the request is its own: the work before a free may be waiting for the stream.
+TEST_F(ContextTest, AtMaxSizeNoStreamIsMadeToWait) {
   core().options().max_size = {kSegment, -1};
+  TestStream s;
+  TestStream t;
+  Gate gate;
+  const CUdeviceptr p = core().MallocAsync(kSegment, s);
+  ASSERT_EQ(core().MallocAsync(kSegment, t), 0u);
+  gate.Hold(s);
+  CHECK_CU(0, core().FreeAsync(p, s));
+  EXPECT_EQ(core().MallocAsync(kSegment, t), 0u);
+  EXPECT_FALSE(t.Busy());
+  EXPECT_EQ(counters().stream_waits, 0u);
+  EXPECT_EQ(counters().memory_waits, 0u);
+  gate.Open();
+  s.Finish();
+  EXPECT_EQ(core().MallocAsync(kSegment, t), p);
+}
+
+TEST_F(ContextTest, UnderPressureAStreamHasItsOwnBlockWithoutAWait) {
   TestStream s;
   Gate gate;
   const CUdeviceptr p = core().MallocAsync(kSegment, s);
+  core().refuse_growth();
   ASSERT_EQ(core().MallocAsync(kSegment, s), 0u);
   gate.Hold(s);
   CHECK_CU(0, core().FreeAsync(p, s));
@@ -512,10 +531,11 @@ TEST_F(ContextTest, UnderPressureAStreamHasItsOwnBlockWithoutAWait) {
 }
 
 TEST_F(ContextTest, CudaMallocNeverTakesABlockByAStreamWait) {
-  core().options().max_size = {kSegment, -1};
+  core().options().oom_wait = {};
   TestStream s;
   Gate gate;
   const CUdeviceptr p = core().MallocAsync(kSegment, s);
+  core().refuse_growth();
   ASSERT_EQ(core().MallocAsync(kSegment, s), 0u);
   gate.Hold(s);
   CHECK_CU(0, core().FreeAsync(p, s));
@@ -843,11 +863,12 @@ TEST_F(ContextTest, ASyncFreeWhoseFenceFailsReturnsThatCodeAndTheBlockStaysLive)
 }
 
 TEST_F(ContextTest, AStreamWaitThatFailsTakesNothing) {
-  core().options().max_size = {kSegment, -1};
+  core().options().oom_wait = {};
   TestStream s;
   TestStream t;
   Gate gate;
   const CUdeviceptr p = core().MallocAsync(kSegment, s);
+  core().refuse_growth();
   ASSERT_EQ(core().MallocAsync(kSegment, t), 0u);
   gate.Hold(s);
   CHECK_CU(0, core().FreeAsync(p, s));
