@@ -2,6 +2,7 @@
 // is told what the driver said (contract §3 and §6). The emulated driver fails the calls (EMU_FAIL).
 #include <gtest/gtest.h>
 
+#include <map>
 #include <random>
 #include <string>
 #include <vector>
@@ -64,6 +65,34 @@ void TakeByStreamWait(Core& core, const TestStream& from, const TestStream& to) 
   for (const CUdeviceptr p : blocks) free(p, from);
 }
 
+// A device of 6 MiB, as Cushion's own calls see it.
+class SmallDevice {
+ public:
+  explicit SmallDevice(Driver& driver) {
+    s_alloc = driver.cuMemAlloc_v2;
+    s_free = driver.cuMemFree_v2;
+    s_blocks.clear();
+    driver.cuMemAlloc_v2 = [](CUdeviceptr* p, std::size_t bytes) {
+      std::size_t held = bytes;
+      for (const auto& block : s_blocks) held += block.second;
+      if (held > 6 * kMiB) return CUDA_ERROR_OUT_OF_MEMORY;
+      const CUresult result = s_alloc(p, bytes);
+      if (result == CUDA_SUCCESS) s_blocks[*p] = bytes;
+      return result;
+    };
+    driver.cuMemFree_v2 = [](CUdeviceptr p) {
+      const CUresult result = s_free(p);
+      if (result == CUDA_SUCCESS) s_blocks.erase(p);
+      return result;
+    };
+  }
+
+ private:
+  static inline decltype(Driver::cuMemAlloc_v2) s_alloc = nullptr;
+  static inline decltype(Driver::cuMemFree_v2) s_free = nullptr;
+  static inline std::map<CUdeviceptr, std::size_t> s_blocks;
+};
+
 // A program whose memory is short, over two streams. One call of the driver's fails somewhere in it.
 int Workload() {
   const harness::Gpu gpu;
@@ -72,7 +101,7 @@ int Workload() {
   core.options().oom_wait = {};
   core.options().init = InitMode::junk;
   core.context();
-  const Hog hog(8 * kMiB);
+  const SmallDevice small(core.shared.driver);
   harness::SharedWord bad;
   {
     TestStream lanes[2];
