@@ -54,9 +54,14 @@ struct Leaving {
     bytes = block.live.requested;
     time = block.live.time;
   }
-  void tell(Stacks& stacks) const noexcept {
+  void tell(Shared& shared) const noexcept {
     if (stack != 0) [[unlikely]]
-      stacks.freed(stack, address, bytes, ticks() - time);
+      tell_now(shared);
+  }
+  [[gnu::noinline]] void tell_now(Shared& shared) const noexcept {
+    shared.stacks.freed(stack, address, bytes, ticks() - time);
+    if (shared.page->level() == TrackLevel::stacks)
+      shared.misuse.remember({address, bytes, stack, shared.stacks.take(0)});
   }
 
   std::uint32_t stack;
@@ -640,7 +645,7 @@ inline void Context::give(const Found& freed, const StreamIdentity* stream, bool
   block.set(BlockState::cached);  // and counted: if it is lost now, it is not counted as lost
   const Magazine::Given given = magazine.give(&block, stamp, magazine_limit_);
   by.lane->leave();
-  leaving.tell(shared_.stacks);
+  leaving.tell(shared_);
   turn_to(*by.lane);
   if (given != Magazine::Given::kept) give_to_arena(freed, by, stamp, given, stream == nullptr);
 }
@@ -666,7 +671,7 @@ void Context::give_to_arena(const Found& freed, LaneRef by, std::uint64_t stamp,
 CUresult Context::free(const Found& found) noexcept try {
   Block* block = found.block;
   const std::uint64_t address = found.address;
-  if (!block->change(address, BlockState::live, BlockState::freeing)) return CUDA_ERROR_INVALID_VALUE;
+  if (!block->change(address, BlockState::live, BlockState::freeing)) return wrong_free(shared_, address, "cuMemFree");
   const bool fenced = context_fences();
   // Natively cudaFree of a stream-ordered block does not wait. Deferred frees need context fences to come back.
   const bool waits = block->api != Api::malloc_async;
@@ -704,6 +709,24 @@ CUresult Context::free(const Found& found) noexcept try {
   return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
+CUresult Context::wrong_free(Shared& shared, std::uint64_t address, const char* call) noexcept {
+  count(shared.counters.wrong_frees);
+  if (!shared.tells_misuse()) return CUDA_ERROR_INVALID_VALUE;
+  FreedBlock around;
+  // What it lies in may be an arena's superblock that goes back meanwhile: then nothing is said of a block.
+  if (const Segment* segment = shared.map.find(address)) {
+    Arena& arena = *segment->arena();
+    std::lock_guard lock(arena.mutex);
+    arena.pool.for_each_live([&](const Pool::LiveBlock& block) {
+      if (address - block.address < block.size) around = {block.address, block.requested, block.note.stack, 0};
+    });
+  }
+  const std::optional<FreedBlock> before = shared.misuse.recall(address);
+  shared.misuse.wrong_free(shared.stacks, call, address, around.address != 0 ? &around : nullptr,
+                           before ? &*before : nullptr);
+  return CUDA_ERROR_INVALID_VALUE;
+}
+
 // The call stack costs little beside the wait.
 void Context::note_wait(std::uint64_t taken) noexcept {
   count(shared_.counters.free_wait_ticks, taken);
@@ -719,7 +742,8 @@ bool Context::owes_wait() noexcept {
 
 CUresult Context::free_async(const Found& found, const StreamIdentity& stream, Context& stream_context) noexcept try {
   if (broken() != CUDA_SUCCESS) return broken();
-  if (!found.block->change(found.address, BlockState::live, BlockState::freeing)) return CUDA_ERROR_INVALID_VALUE;
+  if (!found.block->change(found.address, BlockState::live, BlockState::freeing))
+    return wrong_free(shared_, found.address, "cuMemFreeAsync");
   const bool own = &stream_context == this || mutated(Mutation::foreign_stream_is_own);
   // By the legacy stream's rule its free comes after the blocking streams' work, and their work after its next
   // allocation; but nothing is put on it that would tell them so, and an event would hold them back. And a free on a
@@ -772,7 +796,7 @@ CUresult Context::free_evented(const Found& found, const StreamIdentity& stream,
     if (!lost) found.block->set(BlockState::cached);
     by.lane->leave();
     if (lost) return CUDA_SUCCESS;
-    leaving.tell(shared_.stacks);
+    leaving.tell(shared_);
     turn_to(*by.lane);
     std::lock_guard lock(arena.mutex);
     if (found.generation != arena.generation()) return CUDA_SUCCESS;

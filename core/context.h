@@ -74,6 +74,8 @@ class Context {
   }
   CUresult free(const Found& found) noexcept;  // cudaFree
   CUresult free_async(const Found& found, const StreamIdentity& stream, Context& stream_context) noexcept;
+  // The answer to a free of what is no live block's start: counted, and told where the program is watched (misuse.h).
+  [[gnu::noinline]] static CUresult wrong_free(Shared& shared, std::uint64_t address, const char* call) noexcept;
 
   // The program's events: a stream's place now, and an order that the program made.
   struct Position {

@@ -419,7 +419,8 @@ std::optional<CUresult> Runtime::free(CUdeviceptr address) noexcept {
     return answer ? answer : free_stream_ordered(address);
   }
   const Context::Found found = Context::find(*segment, address);
-  return found.block == nullptr ? CUDA_ERROR_INVALID_VALUE : found.arena->context().free(found);
+  return found.block == nullptr ? Context::wrong_free(shared_, address, "cuMemFree")
+                                : found.arena->context().free(found);
 }
 
 std::optional<CUresult> Runtime::free_async(CUdeviceptr address, CUstream stream) noexcept {
@@ -430,7 +431,7 @@ std::optional<CUresult> Runtime::free_async(CUdeviceptr address, CUstream stream
     });
   }
   const Context::Found found = Context::find(*segment, address);
-  if (found.block == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  if (found.block == nullptr) return Context::wrong_free(shared_, address, "cuMemFreeAsync");
   if (shared_.gate.may_be_open()) {
     bool capturing = false;
     if (const CUresult result = shared_.gate.ask(shared_.driver, stream, capturing); result != CUDA_SUCCESS)

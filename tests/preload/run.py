@@ -1151,6 +1151,51 @@ def out_of_memory_is_explained(setting):
     check(run.err == "", f"untracked: {run.err}")
 
 
+def told(run):
+    """The texts of misuse on stderr, each as its lines."""
+    texts = []
+    for line in run.err.splitlines():
+        if line.startswith("cushion: "):
+            texts.append([])
+        check(bool(texts), f"said something else: {run.err}")
+        texts[-1].append(line)
+    return texts
+
+
+@case
+def wrong_frees_are_told(setting):
+    """With their stacks, where the program is tracked; the codes stay."""
+    misuse = [setting.program("misuse"), "frees"]
+    native = setting.native(misuse)
+    run = setting.cushioned(misuse, CUSHION_TRACK="stacks")
+    same(native, run)
+    texts = told(run)
+    check(len(texts) == 6, run.err)
+    for text, what in zip(texts, ("512 bytes into a block of 5000 bytes at 0x", "100 bytes into a block of 5000 bytes at 0x",
+                                  "1024 bytes into a block of 5000 bytes at 0x", "freed already, a block of 70000 bytes",
+                                  "freed already, a block of 70000 bytes", "no block begins there")):
+        check(what in text[0], run.err)
+        parts = [line.strip() for line in text if not line.startswith("    ")][1:]
+        check("misuse+0x" in text[2] and parts[0] == "called from", run.err)
+        stacks = ["the block was allocated from"] if "into" in what else []
+        stacks = ["the block was allocated from", "and first freed from"] if "freed already," in what else stacks
+        check(parts[1:] == stacks, f"{parts}: {run.err}")
+    check([" of 0x" in text[0] and text[0].split()[1] for text in texts] ==
+          ["cuMemFree", "cuMemFree", "cuMemFreeAsync", "cuMemFree", "cuMemFreeAsync", "cuMemFree"], run.err)
+    check(run.reports[0]["calls"]["wrong_frees"] == 6, "counted")
+    run = setting.cushioned(misuse, CUSHION_TRACK="on")
+    same(native, run)
+    check(len(told(run)) == 6 and "allocated from" not in run.err and "misuse+0x" in run.err, run.err)
+    run = setting.cushioned(misuse)
+    same(native, run)
+    check(run.err == "" and run.reports[0]["calls"]["wrong_frees"] == 6, "not told without tracking")
+    run = setting.cushioned([setting.program("misuse"), "many"], CUSHION_TRACK="on")
+    texts = told(run)
+    check(len(texts) == 21 and "no more are" in texts[20][0] and run.out.endswith("refused 29\n"), run.err)
+    for allocator in ("pool", "arena", "binning"):
+        setting.compare([setting.program("misuse"), "none"], CUSHION_TRACK="stacks", CUSHION_ALLOCATOR=allocator)
+
+
 @case
 def ctl_helper_thread(setting):
     """CUSHION_CTL=on: a program that does nothing is answered at once; without it ctl gives up, and nothing happens."""
