@@ -83,17 +83,6 @@ CUresult record_legacy(const Driver& driver, CUcontext context, CUevent event) n
 
 }  // namespace
 
-// Runs call(stream), a call of Cushion's own on a stream of the program's. While a blocking stream captures, touching
-// the legacy stream would invalidate the capture (contract §4): then it is not called.
-template <class Call>
-CUresult Context::on_stream(CUstream stream, Call call) noexcept {
-  if (!is_legacy(stream)) return call(stream);
-  if (!shared_.gate.enter()) return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
-  const CUresult result = call(stream);
-  shared_.gate.leave();
-  return result;
-}
-
 Context::Context(Shared& shared, CUcontext handle, CUdevice device, std::uint64_t device_bytes, bool primary)
     : shared_(shared),
       handle_(handle),
@@ -102,12 +91,16 @@ Context::Context(Shared& shared, CUcontext handle, CUdevice device, std::uint64_
       primary_(primary),
       magazine_limit_(shared.options->magazine_size.of(device_bytes)),
       superblock_size_(shared.options->superblock_size.of(device_bytes)),
+      guard_bytes_(std::min(shared.options->guard.of(device_bytes), Guard::kMost)),
+      fills_(shared.options->init != InitMode::none || guard_bytes_ != 0),
+      watches_(guard_bytes_ != 0),
       gauges_([&]() -> Gauges& {
         if (Gauges* shown = shared.page->add_context(device)) return *shown;
         own_gauges_ = std::make_unique<Gauges>();
         return *own_gauges_;
       }()),
-      async_(shared, *this) {
+      async_(shared, *this),
+      guard_(shared, *this) {
   arenas_[0].store(new Arena(shared.map, *this, 0), std::memory_order_release);
   for (unsigned i = 0; i < kHostLanes; ++i) {
     host_.push_back(std::make_unique<Lane>(i, gauges_));
@@ -303,7 +296,7 @@ inline Context::Grant Context::hand_out(Block& block, const Request& request) co
 
 bool Context::allocate(const Request& request, CUdeviceptr* out) noexcept try {
   if (refuses(request.bytes)) return false;
-  const Need need = need_of(request.bytes);
+  const Need need = need_of(request.bytes + guard_bytes_);
   const LaneRef by = enter_lane(request.stream);
   Block* block = by.lane->magazine.take(need.size, takes_through(*by.lane));
   Grant grant;
@@ -315,7 +308,7 @@ bool Context::allocate(const Request& request, CUdeviceptr* out) noexcept try {
   }
   by.lane->leave();
   turn_to(*by.lane);
-  if (block == nullptr || options().init != InitMode::none) [[unlikely]]
+  if (block == nullptr || fills_) [[unlikely]]
     return allocate_slowly(need, request, by, grant, out);
   *out = grant.address;
   return true;
@@ -336,7 +329,8 @@ bool Context::allocate_slowly(const Need& need, const Request& request, LaneRef 
     if (request.note.time != 0) by.lane->tally.tracked(request.bytes);
     by.lane->leave();
   }
-  if (options().init != InitMode::none && !fill(grant.address, request)) {
+  if ((options().init != InitMode::none && !fill(grant.address, request)) ||
+      (guard_bytes_ != 0 && !guard_.set(grant.address, request.bytes, request.stream))) {
     take_back(grant, request, by);
     return false;
   }
@@ -351,7 +345,7 @@ void Context::take_back(const Grant& grant, const Request& request, LaneRef by) 
   const Found found = find(*segment, grant.address);
   if (found.block != grant.block || !found.block->change(found.address, BlockState::live, BlockState::freeing)) return;
   found.block->stack = 0;  // it never came
-  give(found, request.stream, false);
+  give_now(found, request.stream, false);
   by.lane->enter();
   bump(by.lane->tally.served[static_cast<int>(request.api)], ~std::uint64_t{0});
   bump(by.lane->tally.frees, ~std::uint64_t{0});
@@ -614,24 +608,49 @@ bool Context::fill(std::uint64_t address, const Request& request) noexcept {
   RelaxedCaptureMode relaxed(driver());
   CurrentContext current(driver(), handle_);
   if (request.stream != nullptr) return note(on_stream(request.stream->handle, set));
-  // cudaMalloc has no stream: an own one, non-blocking, so that nothing of the program is waited for.
-  CUstream stream = fill_stream_.load(std::memory_order_acquire);
-  if (stream == nullptr) {
-    if (!note(current.result()) ||
-        !note(driver().call(driver().cuStreamCreate, &stream, static_cast<unsigned>(CU_STREAM_NON_BLOCKING))))
-      return false;
-    CUstream first = nullptr;
-    if (!fill_stream_.compare_exchange_strong(first, stream, std::memory_order_acq_rel)) {
-      driver().call(driver().cuStreamDestroy_v2, stream);  // another thread was first
-      stream = first;
-    }
-  }
-  return note(set(stream)) && note(driver().call(driver().cuStreamSynchronize, stream));
+  // cudaMalloc has no stream.
+  CUstream stream = own_stream(Own::fill);
+  return stream != nullptr && note(set(stream)) && note(driver().call(driver().cuStreamSynchronize, stream));
+}
+
+CUstream Context::own_stream(Own which) noexcept {
+  std::atomic<CUstream>& slot = own_streams_[static_cast<std::size_t>(which)];
+  CUstream stream = slot.load(std::memory_order_acquire);
+  if (stream != nullptr) return stream;
+  CUcontext current = nullptr;
+  if (!note(driver().call(driver().cuCtxGetCurrent, &current)) || current != handle_ ||
+      !note(driver().call(driver().cuStreamCreate, &stream, static_cast<unsigned>(CU_STREAM_NON_BLOCKING))))
+    return nullptr;
+  CUstream first = nullptr;
+  if (slot.compare_exchange_strong(first, stream, std::memory_order_acq_rel)) return stream;
+  driver().call(driver().cuStreamDestroy_v2, stream);  // another thread was first
+  return first;
+}
+
+bool Context::read_back(std::uint64_t address, void* to, std::uint64_t bytes) noexcept {
+  CUstream stream = own_stream(Own::look);
+  return stream != nullptr &&
+         note(driver().call(driver().cuMemcpyDtoHAsync_v2, to, CUdeviceptr{address}, static_cast<std::size_t>(bytes),
+                            stream)) &&
+         note(driver().call(driver().cuStreamSynchronize, stream));
 }
 
 // ---- free --------------------------------------------------------------------------------------------------------
 
+// By right nobody has the block just now but the free; the order in which it will be reused is the one to look in.
+void Context::watch(const Found& freed, const StreamIdentity* stream, bool clean) {
+  if (freed.generation != freed.arena->generation()) return;
+  const Block& block = *freed.block;
+  guard_.check({freed.address, block.live.requested, block.stack, 0}, stream, clean);
+}
+
 inline void Context::give(const Found& freed, const StreamIdentity* stream, bool clean) {
+  if (watches_) [[unlikely]]
+    watch(freed, stream, clean);
+  give_now(freed, stream, clean);
+}
+
+inline void Context::give_now(const Found& freed, const StreamIdentity* stream, bool clean) {
   Block& block = *freed.block;
   const LaneRef by = enter_lane(stream);
   if (freed.generation != freed.arena->generation()) {  // reset meanwhile: the block is gone
@@ -765,6 +784,7 @@ CUresult Context::free_async(const Found& found, const StreamIdentity& stream, C
 CUresult Context::free_evented(const Found& found, const StreamIdentity& stream, Context& stream_context) {
   const bool foreign = &stream_context != this;
   Arena& arena = *found.arena;
+  if (watches_) foreign ? guard_.skip(found.address) : watch(found, &stream, false);
   bool room = false;
   {
     std::lock_guard lock(arena.mutex);
@@ -1243,6 +1263,8 @@ void Context::synchronized(std::uint64_t stamp, std::uint64_t generation) {
   const std::uint64_t keep = options().release_threshold.of(device_bytes_);
   if (generation != events_.generation() || shared_.peers.load(std::memory_order_relaxed)) return;
   fences_.completed(stamp);
+  if (watches_) [[unlikely]]
+    guard_.poll();
   if (keep < gauges_.held.current() && unused() > keep) release_unused(keep);
 }
 
@@ -1323,8 +1345,9 @@ void Context::discard() {
   initial_done_ = false;
   pressure_.store(false, std::memory_order_relaxed);
   broken_.store(0, std::memory_order_relaxed);
-  fill_stream_.store(nullptr, std::memory_order_relaxed);
+  for (auto& stream : own_streams_) stream.store(nullptr, std::memory_order_relaxed);
   async_.discard();
+  guard_.discard();
   for (const auto& lane : host_) lane->open(next_serial(), nullptr);
   alive_.store(false, std::memory_order_release);
   shared_.handle_epoch.fetch_add(1, std::memory_order_release);

@@ -29,6 +29,8 @@ inline constexpr int kApis = sizeof(kApiNames) / sizeof(kApiNames[0]);
   CUSHION_COUNTER(reset_blocks, "reset_blocks", "blocks still live when their context was reset or destroyed")  \
   CUSHION_COUNTER(reset_bytes, "reset_bytes", "bytes requested of those blocks")                                \
   CUSHION_COUNTER(wrong_frees, "wrong_frees", "frees of what is no block of the pool's")                        \
+  CUSHION_COUNTER(guards_overwritten, "guards_overwritten", "blocks whose guard was overwritten (GUARD)")       \
+  CUSHION_COUNTER(guards_skipped, "guards_skipped", "frees whose guard could not be looked at (GUARD)")         \
   CUSHION_COUNTER(ipc_refused, "ipc_refused", "IPC handles refused for the pool's blocks")
 
 // Requests by size: class i holds those of i significant bits, so from 2^(i-1) bytes to below 2^i.

@@ -96,4 +96,16 @@ void Misuse::wrong_free(Stacks& stacks, const char* call, std::uint64_t address,
 } catch (...) {  // no host memory for the words
 }
 
+void Misuse::overwritten_guard(const Stacks& stacks, const Overwritten& found, std::uint64_t guard) noexcept try {
+  Text text;
+  text.print(
+      "cushion: overwritten behind a block of {} bytes at {:#x}: {} of {} guard bytes, the first {} bytes behind "
+      "its end\n",
+      found.block.bytes, found.block.address, found.count, guard, found.first);
+  text.stack(stacks, found.block.allocated, "the block was allocated from");
+  text.stack(stacks, found.block.freed, found.block.allocated != 0 ? "and freed from" : "the block was freed from");
+  text.write();
+} catch (...) {  // no host memory for the words
+}
+
 }  // namespace cushion

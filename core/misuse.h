@@ -29,6 +29,22 @@ struct FreedBlock {
   std::uint32_t freed = 0;
 };
 
+// Bytes of a block that should hold a pattern and do not.
+struct Overwritten {
+  FreedBlock block;
+  std::uint64_t first = 0;  // where, in what was looked at
+  std::uint64_t count = 0;
+
+  // Counts on, `at` bytes further; whether anything was found so far.
+  bool differs(const unsigned char* seen, std::uint64_t size, unsigned char pattern, std::uint64_t at = 0) noexcept {
+    for (std::uint64_t i = 0; i < size; ++i) {
+      if (seen[i] == pattern) continue;
+      if (count++ == 0) first = at + i;
+    }
+    return count != 0;
+  }
+};
+
 class Misuse {
  public:
   static constexpr std::size_t kFrees = 4096;
@@ -42,6 +58,8 @@ class Misuse {
   // that it lies in; `before`: one that was there. Each may be null.
   void wrong_free(Stacks& stacks, const char* call, std::uint64_t address, const FreedBlock* around,
                   const FreedBlock* before) noexcept;
+  // Of `guard` bytes behind the block.
+  void overwritten_guard(const Stacks& stacks, const Overwritten& found, std::uint64_t guard) noexcept;
 
  private:
   mutable SpinLock lock_;  // protects the ring

@@ -190,7 +190,9 @@ void Runtime::look_at_order(CUdevice device, bool another) noexcept {
   if (pageable != 0) end_order("pageable memory access");
   if (driver.cuCtxRecordEvent == nullptr) end_order("a driver before 12.5");
   if (another) end_order("a second context");
-  if (options().init != InitMode::none) end_order("CUSHION_INIT");  // its fills have a stream of their own
+  // Their fills have a stream of their own.
+  if (options().init != InitMode::none) end_order("CUSHION_INIT");
+  if (options().watches()) end_order("CUSHION_GUARD");
 }
 
 Context* Runtime::context_of(CUcontext handle) noexcept {
@@ -723,6 +725,8 @@ void Runtime::every_pool_changed() noexcept {
 void Runtime::report(const char* how, Patience patience) noexcept {
   if (program_ == nullptr || program_->pid != getpid()) return;  // a forked child, or a vfork child about to exec
   if (reported_.exchange(true)) return;
+  if (options().watches() && patience != Patience::none)
+    shared_.for_each_context([&](Context& context) { context.guard().finish(patience); });
   write_report(*this, how, patience);
   control_file_.remove();
 }

@@ -43,7 +43,7 @@ struct Shared {
   Misuse misuse;
   const Options* options = nullptr;  // set once, before the first context
   // Whether wrong frees are told.
-  bool tells_misuse() const noexcept { return tracks(); }
+  bool tells_misuse() const noexcept { return tracks() || options->watches(); }
 
   // Contexts are added and never removed (a handle that comes again finds its old object), so readers need no lock:
   // acquire on the count shows the entries below it.

@@ -41,6 +41,9 @@ std::vector<Setup> MakeAll() {
   both("pool_old_full", Make("", full, {{"EMU_DRIVER_VERSION", "12000"}}).environment);
   both("pool_release", {{"CUSHION_RELEASE_THRESHOLD", "0"}, {"CUSHION_SEGMENT_SIZE", "2MiB"}});
   both("pool_zero", {{"CUSHION_INIT", "zero"}});
+  both("pool_guard", {{"CUSHION_GUARD", "100"}});
+  setups.push_back(Make("arena_guard_tight",
+                        Make("", tight, {{"CUSHION_GUARD", "4KiB"}, {"CUSHION_ALLOCATOR", "arena"}}).environment));
   both("async", {{"CUSHION_ALLOCATOR", "async"}});
   both("async_full", Make("", full, {{"CUSHION_ALLOCATOR", "async"}}).environment);
   setups.push_back(Make("cuda", {{"CUSHION_ALLOCATOR", "cuda"}}));

@@ -2,6 +2,7 @@
 //
 //     misuse frees      frees what is no block: a second time, inside a block, what was never allocated
 //     misuse many       frees a block 30 times
+//     misuse guard      writes behind blocks: 3 bytes of one by cudaMalloc, 1 of one by cudaMallocAsync
 //     misuse none       uses memory of all sizes as it should
 #include <string_view>
 #include <vector>
@@ -11,6 +12,7 @@
 namespace {
 
 DriverApi g_api;
+decltype(&::cuCtxSynchronize) g_synchronize = nullptr;
 
 [[gnu::noinline]] CUdeviceptr allocate(std::size_t bytes) {
   CUdeviceptr block = 0;
@@ -40,6 +42,22 @@ DriverApi g_api;
   return 0;
 }
 
+[[gnu::noinline]] int write_behind() {
+  const CUdeviceptr block = allocate(5000);
+  CUdeviceptr ordered = 0;
+  g_api.alloc_async(&ordered, 6000, nullptr);
+  const CUdeviceptr good = allocate(7000);
+  g_api.memset(block + 5008, 1, 3);
+  g_api.memset(ordered + 6000, 1, 1);
+  g_api.memset(good, 1, 7000);
+  std::printf("%d\n", g_api.free(block));
+  std::printf("%d\n", g_api.free_async(ordered, nullptr));
+  std::printf("%d\n", g_api.stream_synchronize(nullptr));
+  std::printf("%d\n", g_api.free(good));
+  std::printf("%d\n", g_synchronize());
+  return 0;
+}
+
 [[gnu::noinline]] int right_use() {
   std::vector<CUdeviceptr> blocks;
   for (std::size_t bytes = 1; bytes < (std::size_t{8} << 20); bytes = bytes * 3 + 1) {
@@ -60,9 +78,11 @@ DriverApi g_api;
 int main(int argc, char** argv) {
   void* const driver = open_driver();
   g_api = by_elf_name([&](const char* name) { return dlsym(driver, name); });
+  g_synchronize = reinterpret_cast<decltype(g_synchronize)>(dlsym(driver, "cuCtxSynchronize"));
   use_device(g_api);
   const std::string_view mode = argc > 1 ? argv[1] : "";
   if (mode == "frees") return wrong_frees();
   if (mode == "many") return many_frees();
+  if (mode == "guard") return write_behind();
   return mode == "none" ? right_use() : 64;
 }

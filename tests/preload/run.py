@@ -1197,6 +1197,38 @@ def wrong_frees_are_told(setting):
 
 
 @case
+def overwritten_guards_are_told(setting):
+    misuse = setting.program("misuse")
+    native = setting.native([misuse, "guard"])
+    words = ("behind a block of 5000 bytes at 0x", ": 3 of 64 guard bytes, the first 8 bytes behind its end",
+             "behind a block of 6000 bytes at 0x", ": 1 of 64 guard bytes, the first 0 bytes behind its end")
+    for free in ("sync", "deferred", "auto"):
+        for allocator in ("pool", "arena", "binning"):
+            options = {"CUSHION_GUARD": "64", "CUSHION_FREE": free, "CUSHION_ALLOCATOR": allocator}
+            run = setting.cushioned([misuse, "guard"], CUSHION_TRACK="stacks", **options)
+            same(native, run)
+            texts = sorted(told(run), key=lambda text: "6000" in text[0])
+            check(len(texts) == 2, f"{options}: {run.err}")
+            for text, expected in zip(texts, (words[:2], words[2:])):
+                check(all(word in text[0] for word in expected), f"{options}: {run.err}")
+                parts = [line.strip() for line in text if not line.startswith("    ")][1:]
+                check(parts == ["the block was allocated from", "and freed from"], f"{options}: {run.err}")
+                check(sum("misuse+0x" in line for line in text) >= 2, run.err)
+            calls = run.reports[0]["calls"]
+            check((calls["guards_overwritten"], calls["guards_skipped"]) == (2, 0), f"{calls}")
+            check(run.reports[0]["live"] == [], "freed")
+            right = setting.compare([misuse, "none"], **options)
+            check(right.reports[0]["calls"]["guards_skipped"] == 0, f"{options}: {right.reports[0]['calls']}")
+    untracked = setting.cushioned([misuse, "guard"], CUSHION_GUARD="64")
+    same(native, untracked)
+    check(len(told(untracked)) == 2 and "the block was freed from" in untracked.err, untracked.err)
+    check(setting.cushioned([misuse, "guard"]).err == "", "off")
+    frees = setting.cushioned([misuse, "frees"], CUSHION_GUARD="1")
+    check(len(told(frees)) == 6, frees.err)
+    one_line(setting.cushioned([misuse, "none"], CUSHION_GUARD="2MiB"), "CUSHION_GUARD=2MiB", "0 to 1MiB")
+
+
+@case
 def ctl_helper_thread(setting):
     """CUSHION_CTL=on: a program that does nothing is answered at once; without it ctl gives up, and nothing happens."""
     with Churn(setting, CUSHION_CTL="on", CUSHION_TRACK_SIGNAL="USR2") as program:
