@@ -93,14 +93,15 @@ Context::Context(Shared& shared, CUcontext handle, CUdevice device, std::uint64_
       superblock_size_(shared.options->superblock_size.of(device_bytes)),
       guard_bytes_(std::min(shared.options->guard.of(device_bytes), Guard::kMost)),
       fills_(shared.options->init != InitMode::none || guard_bytes_ != 0),
-      watches_(guard_bytes_ != 0),
+      watches_(shared.options->watches()),
       gauges_([&]() -> Gauges& {
         if (Gauges* shown = shared.page->add_context(device)) return *shown;
         own_gauges_ = std::make_unique<Gauges>();
         return *own_gauges_;
       }()),
       async_(shared, *this),
-      guard_(shared, *this) {
+      guard_(shared, *this),
+      quarantine_(shared, *this) {
   arenas_[0].store(new Arena(shared.map, *this, 0), std::memory_order_release);
   for (unsigned i = 0; i < kHostLanes; ++i) {
     host_.push_back(std::make_unique<Lane>(i, gauges_));
@@ -409,6 +410,12 @@ Context::Grant Context::search(Arena& arena, const Need& need, const Request& re
   Grant grant = grow_for(own ? superblock_for(need) : need, arena, false);
   if (!grant && own) grant = take(global(), need, request, by);
   if (!grant && own) grant = grow_for(need, global(), false);
+  if (!grant && quarantine_.on() && quarantine_.empty()) {
+    poll();
+    collect();
+    grant = take_again(arena, need, request, by);
+    if (!grant && own) grant = take(global(), need, request, by);
+  }
   // A wait on the legacy stream would hold every blocking stream back, and what they do may be what is waited for.
   const bool may_wait = by.lane->is_stream() && !(is_legacy(request.stream->handle) &&
                                                   shared_.blocking_streams.load(std::memory_order_relaxed));
@@ -638,15 +645,62 @@ bool Context::read_back(std::uint64_t address, void* to, std::uint64_t bytes) no
 // ---- free --------------------------------------------------------------------------------------------------------
 
 // By right nobody has the block just now but the free; the order in which it will be reused is the one to look in.
-void Context::watch(const Found& freed, const StreamIdentity* stream, bool clean) {
-  if (freed.generation != freed.arena->generation()) return;
-  const Block& block = *freed.block;
-  guard_.check({freed.address, block.live.requested, block.stack, 0}, stream, clean);
+bool Context::watch(const Found& freed, const StreamIdentity* stream, bool& clean) {
+  if (freed.generation != freed.arena->generation()) return false;
+  Block& block = *freed.block;
+  Quarantine::Held held{freed.block, block.size, freed.arena, freed.generation, {}, {}};
+  held.freed = {freed.address, block.live.requested, block.stack, 0};
+  if (guard_bytes_ != 0) guard_.check(held.freed, stream, clean);
+  if (!quarantine_.on()) return false;
+  held.freed.freed = shared_.stacks.take(0);
+  if (held.freed.allocated == 0 || shared_.page->level() != TrackLevel::stacks)  // else Leaving does it
+    shared_.misuse.remember(held.freed);
+  if (!quarantine_.holds(held.size)) return false;
+  const Quarantine::Filled filled = quarantine_.fill(held, stream, clean);
+  clean = clean && filled != Quarantine::Filled::unordered;
+  if (filled == Quarantine::Filled::lost) return true;
+  if (filled != Quarantine::Filled::yes) return false;
+  LaneRef by;
+  try {
+    by = enter_lane(stream);
+  } catch (...) {  // no host memory; the program cannot have it back either, it was filled
+    held.filled.release();
+    return true;
+  }
+  if (freed.generation != freed.arena->generation()) {  // reset meanwhile: the block is gone
+    by.lane->leave();
+    held.filled.release();
+    return true;
+  }
+  const Leaving leaving(block);
+  by.lane->tally.freed(block.live.requested, block.size);
+  block.set(BlockState::cached);
+  by.lane->leave();
+  leaving.tell(shared_);
+  turn_to(*by.lane);
+  quarantine_.add(held);
+  return true;
+}
+
+// Before the driver may take the context's memory away.
+void Context::last_look() noexcept {
+  if (guard_bytes_ != 0) guard_.poll();
+  if (quarantine_.on()) quarantine_.empty();
+}
+
+void Context::release(const Quarantine::Held& held) noexcept try {
+  {
+    std::lock_guard lock(held.arena->mutex);
+    if (held.generation != held.arena->generation()) return;
+    held.arena->give_pending(held.block, fences_.now());
+  }
+  if (held.arena->index() != 0) return_superblocks(*held.arena, superblock_size_);
+} catch (...) {  // no host memory to give superblocks back with: they stay where they are
 }
 
 inline void Context::give(const Found& freed, const StreamIdentity* stream, bool clean) {
-  if (watches_) [[unlikely]]
-    watch(freed, stream, clean);
+  if (watches_ && watch(freed, stream, clean)) [[unlikely]]
+    return;
   give_now(freed, stream, clean);
 }
 
@@ -771,7 +825,7 @@ CUresult Context::free_async(const Found& found, const StreamIdentity& stream, C
   const bool orders_others =
       own && shared_.blocking_streams.load(std::memory_order_relaxed) &&
       (is_legacy(stream.handle) || (stream.blocking && shared_.legacy_launches.load(std::memory_order_relaxed)));
-  if (!own || (pressure_.load(std::memory_order_relaxed) && !orders_others))
+  if (!own || (pressure_.load(std::memory_order_relaxed) && !orders_others && !quarantine_.on()))
     return free_evented(found, stream, stream_context);
   give(found, orders_others ? nullptr : &stream, mutated(Mutation::async_free_is_clean));
   return CUDA_SUCCESS;
@@ -784,7 +838,10 @@ CUresult Context::free_async(const Found& found, const StreamIdentity& stream, C
 CUresult Context::free_evented(const Found& found, const StreamIdentity& stream, Context& stream_context) {
   const bool foreign = &stream_context != this;
   Arena& arena = *found.arena;
-  if (watches_) foreign ? guard_.skip(found.address) : watch(found, &stream, false);
+  if (guard_bytes_ != 0) {
+    const FreedBlock block{found.address, found.block->live.requested, found.block->stack, 0};
+    foreign ? guard_.skip(found.address) : guard_.check(block, &stream, false);
+  }
   bool room = false;
   {
     std::lock_guard lock(arena.mutex);
@@ -1263,7 +1320,7 @@ void Context::synchronized(std::uint64_t stamp, std::uint64_t generation) {
   const std::uint64_t keep = options().release_threshold.of(device_bytes_);
   if (generation != events_.generation() || shared_.peers.load(std::memory_order_relaxed)) return;
   fences_.completed(stamp);
-  if (watches_) [[unlikely]]
+  if (guard_bytes_ != 0) [[unlikely]]
     guard_.poll();
   if (keep < gauges_.held.current() && unused() > keep) release_unused(keep);
 }
@@ -1348,6 +1405,7 @@ void Context::discard() {
   for (auto& stream : own_streams_) stream.store(nullptr, std::memory_order_relaxed);
   async_.discard();
   guard_.discard();
+  quarantine_.discard();
   for (const auto& lane : host_) lane->open(next_serial(), nullptr);
   alive_.store(false, std::memory_order_release);
   shared_.handle_epoch.fetch_add(1, std::memory_order_release);
@@ -1435,6 +1493,7 @@ void Context::refused(const Piece& piece, std::uint64_t generation) noexcept try
 }
 
 std::uint64_t Context::relieve(std::uint64_t patience_ns) {
+  if (quarantine_.on()) quarantine_.empty();
   poll();
   std::uint64_t released = release_unused(0);
   const std::uint64_t deadline = monotonic_ns() + patience_ns;

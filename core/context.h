@@ -35,6 +35,7 @@
 #include "core/mutation.h"
 #include "core/patience.h"
 #include "core/pool.h"
+#include "core/quarantine.h"
 #include "core/shared.h"
 
 namespace cushion {
@@ -97,7 +98,10 @@ class Context {
   void stream_going(const StreamIdentity& stream);  // before the real destroy
 
   // Around a call that may end the context: while closing it serves nothing; discard() forgets what it had.
-  void closing(bool on) noexcept { closing_.fetch_add(on ? 1 : -1, std::memory_order_relaxed); }
+  void closing(bool on) noexcept {
+    if (on && watches_ && alive()) last_look();
+    closing_.fetch_add(on ? 1 : -1, std::memory_order_relaxed);
+  }
   void discard();
 
   // Memory is short elsewhere: gives back what is clean and unused. `patience_ns` bounds the wait for freed blocks.
@@ -108,6 +112,7 @@ class Context {
   // What another allocator in this context needs of it (async.h).
   AsyncAllocator& async() noexcept { return async_; }
   bool serves() const noexcept { return closing_.load(std::memory_order_relaxed) == 0 && broken() == CUDA_SUCCESS; }
+  bool context_fences() const noexcept;
   CUresult wait_idle() noexcept;  // as long as the native cudaFree would
   // Makes `stream` wait for everything submitted so far to the context and to peers that may use its memory. False: no
   // fence can be had now.
@@ -133,6 +138,8 @@ class Context {
   // Copies device memory that nobody is writing to the host, now; with the context current. False: an error.
   bool read_back(std::uint64_t address, void* to, std::uint64_t bytes) noexcept;
   Guard& guard() noexcept { return guard_; }
+  Quarantine& quarantine() noexcept { return quarantine_; }
+  void release(const Quarantine::Held& held) noexcept;  // to its arena, as freed now
 
   // The code of the sticky error that a call of ours met, or CUDA_SUCCESS. While set, nothing is served.
   CUresult broken() const noexcept { return static_cast<CUresult>(broken_.load(std::memory_order_relaxed)); }
@@ -180,7 +187,6 @@ class Context {
   const Driver& driver() const noexcept { return shared_.driver; }
   const Options& options() const noexcept { return *shared_.options; }
   bool note(CUresult result) noexcept;  // remembers a sticky error; true for success
-  bool context_fences() const noexcept;
 
   // ---- lanes
   LaneRef lane_of(const StreamIdentity* stream) noexcept;  // as remembered: to be entered
@@ -229,7 +235,10 @@ class Context {
   // Gives a claimed block back: into its lane's magazine, else to its arena. `stream`: null for cudaFree.
   void give(const Found& freed, const StreamIdentity* stream, bool clean);
   void give_now(const Found& freed, const StreamIdentity* stream, bool clean);  // without a look at it
-  [[gnu::noinline]] void watch(const Found& freed, const StreamIdentity* stream, bool clean);
+  // What a free looks at and does besides. True: the block is held back. `clean` is false afterwards where a fill may
+  // still be under way.
+  [[gnu::noinline]] bool watch(const Found& freed, const StreamIdentity* stream, bool& clean);
+  [[gnu::noinline]] void last_look() noexcept;
   [[gnu::noinline]] void give_to_arena(const Found& freed, LaneRef by, std::uint64_t stamp, Magazine::Given given,
                                        bool is_host);
   bool return_superblocks(Arena& arena, std::uint64_t keep);  // to the global arena; whether there were any
@@ -298,6 +307,7 @@ class Context {
   std::array<std::atomic<CUstream>, 3> own_streams_{};
   AsyncAllocator async_;
   Guard guard_;
+  Quarantine quarantine_;
   std::atomic<LaneNode*> all_lanes_{nullptr};
   std::atomic<bool> untidy_{false};  // there are many lanes: the next poll looks which are of use
 

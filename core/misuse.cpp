@@ -108,4 +108,14 @@ void Misuse::overwritten_guard(const Stacks& stacks, const Overwritten& found, s
 } catch (...) {  // no host memory for the words
 }
 
+void Misuse::written_after_free(const Stacks& stacks, const Overwritten& found) noexcept try {
+  Text text;
+  text.print("cushion: written to after its free, a block of {} bytes at {:#x}: {} bytes, the first at offset {}\n",
+             found.block.bytes, found.block.address, found.count, found.first);
+  text.stack(stacks, found.block.allocated, "the block was allocated from");
+  text.stack(stacks, found.block.freed, found.block.allocated != 0 ? "and freed from" : "the block was freed from");
+  text.write();
+} catch (...) {  // no host memory for the words
+}
+
 }  // namespace cushion

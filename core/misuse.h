@@ -60,6 +60,7 @@ class Misuse {
                   const FreedBlock* before) noexcept;
   // Of `guard` bytes behind the block.
   void overwritten_guard(const Stacks& stacks, const Overwritten& found, std::uint64_t guard) noexcept;
+  void written_after_free(const Stacks& stacks, const Overwritten& found) noexcept;
 
  private:
   mutable SpinLock lock_;  // protects the ring

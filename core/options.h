@@ -56,7 +56,9 @@ struct Options {
 #undef CUSHION_OPTION
 
   // Whether blocks are looked at when the program gives them back.
-  bool watches() const noexcept { return guard.bytes != 0 || guard.percent > 0; }
+  bool watches() const noexcept {
+    return guard.bytes != 0 || guard.percent > 0 || quarantine.bytes != 0 || quarantine.percent > 0;
+  }
 };
 
 // One row of the table, for whoever prints it or makes flags of it.

@@ -192,7 +192,7 @@ void Runtime::look_at_order(CUdevice device, bool another) noexcept {
   if (another) end_order("a second context");
   // Their fills have a stream of their own.
   if (options().init != InitMode::none) end_order("CUSHION_INIT");
-  if (options().watches()) end_order("CUSHION_GUARD");
+  if (options().watches()) end_order("CUSHION_GUARD or CUSHION_QUARANTINE");
 }
 
 Context* Runtime::context_of(CUcontext handle) noexcept {

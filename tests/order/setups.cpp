@@ -44,6 +44,11 @@ std::vector<Setup> MakeAll() {
   both("pool_guard", {{"CUSHION_GUARD", "100"}});
   setups.push_back(Make("arena_guard_tight",
                         Make("", tight, {{"CUSHION_GUARD", "4KiB"}, {"CUSHION_ALLOCATOR", "arena"}}).environment));
+  both("pool_quarantine", {{"CUSHION_QUARANTINE", "1MiB"}});
+  both("pool_quarantine_full", Make("", full, {{"CUSHION_QUARANTINE", "8MiB"}, {"CUSHION_GUARD", "64"}}).environment);
+  setups.push_back(
+      Make("binning_quarantine_tight",
+           Make("", tight, {{"CUSHION_QUARANTINE", "3MiB"}, {"CUSHION_ALLOCATOR", "binning"}}).environment));
   both("async", {{"CUSHION_ALLOCATOR", "async"}});
   both("async_full", Make("", full, {{"CUSHION_ALLOCATOR", "async"}}).environment);
   setups.push_back(Make("cuda", {{"CUSHION_ALLOCATOR", "cuda"}}));

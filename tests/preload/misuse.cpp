@@ -3,6 +3,7 @@
 //     misuse frees      frees what is no block: a second time, inside a block, what was never allocated
 //     misuse many       frees a block 30 times
 //     misuse guard      writes behind blocks: 3 bytes of one by cudaMalloc, 1 of one by cudaMallocAsync
+//     misuse late       writes to blocks after their free, one by each kind of call, and goes on allocating
 //     misuse none       uses memory of all sizes as it should
 #include <string_view>
 #include <vector>
@@ -58,6 +59,21 @@ decltype(&::cuCtxSynchronize) g_synchronize = nullptr;
   return 0;
 }
 
+[[gnu::noinline]] int write_late() {
+  const CUdeviceptr block = allocate(5000);
+  CUdeviceptr ordered = 0;
+  g_api.alloc_async(&ordered, 6000, nullptr);
+  std::printf("%d\n", g_api.free(block));
+  std::printf("%d\n", g_api.free_async(ordered, nullptr));
+  std::printf("%d\n", g_synchronize());
+  g_api.memset(block + 40, 1, 3);
+  g_api.memset(ordered, 1, 1);
+  std::printf("%d\n", g_synchronize());
+  for (int i = 0; i < 100; ++i) std::printf("%d", g_api.free(allocate(50000)));
+  std::printf("\n%d\n", g_api.free(block));
+  return 0;
+}
+
 [[gnu::noinline]] int right_use() {
   std::vector<CUdeviceptr> blocks;
   for (std::size_t bytes = 1; bytes < (std::size_t{8} << 20); bytes = bytes * 3 + 1) {
@@ -84,5 +100,6 @@ int main(int argc, char** argv) {
   if (mode == "frees") return wrong_frees();
   if (mode == "many") return many_frees();
   if (mode == "guard") return write_behind();
+  if (mode == "late") return write_late();
   return mode == "none" ? right_use() : 64;
 }

@@ -1229,6 +1229,39 @@ def overwritten_guards_are_told(setting):
 
 
 @case
+def writes_after_free_are_told(setting):
+    misuse = setting.program("misuse")
+    native = setting.native([misuse, "late"])
+    for free in ("sync", "deferred", "auto"):
+        for allocator in ("pool", "arena", "binning"):
+            options = {"CUSHION_QUARANTINE": "1MiB", "CUSHION_FREE": free, "CUSHION_ALLOCATOR": allocator}
+            run = setting.cushioned([misuse, "late"], CUSHION_TRACK="stacks", **options)
+            same(native, run)
+            texts = told(run)
+            check(len(texts) == 3, f"{options}: {run.err}")
+            check("a block of 5000 bytes at 0x" in texts[0][0] and ": 3 bytes, the first at offset 40" in texts[0][0], run.err)
+            check("a block of 6000 bytes at 0x" in texts[1][0] and ": 1 bytes, the first at offset 0" in texts[1][0], run.err)
+            for text in texts[:2]:
+                parts = [line.strip() for line in text if not line.startswith("    ")]
+                check(parts[1:] == ["the block was allocated from", "and freed from"], f"{options}: {run.err}")
+                check(sum("misuse+0x" in line for line in text) >= 2, run.err)
+            check("freed already, a block of " in texts[2][0], run.err)
+            calls = run.reports[0]["calls"]
+            check(calls["quarantine_overwritten"] == 2, f"{calls}")
+            check(run.reports[0]["live"] == [], "freed")
+            both = {"CUSHION_GUARD": "32", **options}
+            setting.compare([misuse, "none"], **options)
+            setting.compare([misuse, "none"], **both)
+    untracked = setting.cushioned([misuse, "late"], CUSHION_QUARANTINE="1MiB")
+    same(native, untracked)
+    check(len(told(untracked)) == 3 and "the block was freed from" in untracked.err, untracked.err)
+    check("first freed from" in untracked.err, untracked.err)
+    check(setting.cushioned([misuse, "late"]).err == "", "off")
+    all_of_it = setting.compare([setting.program("leak"), "--all"], CUSHION_QUARANTINE="50%")  # memory is short at last
+    check(all_of_it.reports[0]["calls"]["quarantine_overwritten"] == 0, "nothing is wrong there")
+
+
+@case
 def ctl_helper_thread(setting):
     """CUSHION_CTL=on: a program that does nothing is answered at once; without it ctl gives up, and nothing happens."""
     with Churn(setting, CUSHION_CTL="on", CUSHION_TRACK_SIGNAL="USR2") as program:
