@@ -658,18 +658,17 @@ bool Context::watch(const Found& freed, const StreamIdentity* stream, bool& clea
   if (!quarantine_.holds(held.size)) return false;
   const Quarantine::Filled filled = quarantine_.fill(held, stream, clean);
   clean = clean && filled != Quarantine::Filled::unordered;
-  if (filled == Quarantine::Filled::lost) return true;
-  if (filled != Quarantine::Filled::yes) return false;
+  if (filled == Quarantine::Filled::no || filled == Quarantine::Filled::unordered) return false;
   LaneRef by;
   try {
     by = enter_lane(stream);
   } catch (...) {  // no host memory; the program cannot have it back either, it was filled
-    held.filled.release();
+    if (filled == Quarantine::Filled::yes) held.filled.release();
     return true;
   }
   if (freed.generation != freed.arena->generation()) {  // reset meanwhile: the block is gone
     by.lane->leave();
-    held.filled.release();
+    if (filled == Quarantine::Filled::yes) held.filled.release();
     return true;
   }
   const Leaving leaving(block);
@@ -678,7 +677,7 @@ bool Context::watch(const Found& freed, const StreamIdentity* stream, bool& clea
   by.lane->leave();
   leaving.tell(shared_);
   turn_to(*by.lane);
-  quarantine_.add(held);
+  if (filled == Quarantine::Filled::yes) quarantine_.add(held);
   return true;
 }
 

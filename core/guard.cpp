@@ -191,37 +191,47 @@ bool Guard::look_at(const Copied& copied, Overwritten& found) noexcept {
 }
 
 void Guard::poll() noexcept try {
-  std::vector<std::pair<std::uint64_t, FenceEvent>> asked;
+  struct Asked {
+    std::uint64_t id;
+    FenceEvent event;
+    CUresult answer;
+  };
+  std::vector<Asked> asked;
   std::uint64_t generation = 0;
   {
     std::lock_guard lock(mutex_);
     if (copied_.empty()) return;
     generation = events_.generation();
     for (const Copied& copied : copied_) {
-      if (copied.event.event != nullptr) asked.emplace_back(copied.id, copied.event);
+      if (copied.event.event != nullptr) asked.push_back({copied.id, copied.event, CUDA_ERROR_NOT_READY});
     }
   }
-  RelaxedCaptureMode relaxed(driver());
-  std::erase_if(asked, [&](const auto& one) {
-    const CUresult result = one.second.query(driver());
-    if (result != CUDA_ERROR_NOT_READY) note(result);
-    return result != CUDA_SUCCESS;
-  });
+  {
+    RelaxedCaptureMode relaxed(driver());
+    for (Asked& one : asked) one.answer = one.event.query(driver());
+  }
   std::vector<Overwritten> found;
   {
     std::lock_guard lock(mutex_);
     if (generation != events_.generation()) return;
     found.reserve(asked.size());
-    for (const auto& one : asked) {
+    for (const Asked& one : asked) {
       const auto at =
-          std::find_if(copied_.begin(), copied_.end(), [&](const Copied& copied) { return copied.id == one.first; });
-      if (at == copied_.end()) continue;  // another thread was first
+          std::find_if(copied_.begin(), copied_.end(), [&](const Copied& copied) { return copied.id == one.id; });
+      if (one.answer == CUDA_ERROR_NOT_READY || at == copied_.end()) continue;  // or another thread was first
       Overwritten overwritten;
       if (look_at(*at, overwritten)) found.push_back(overwritten);
-      spare_.push_back(at->bytes);
+      if (one.answer == CUDA_SUCCESS) {
+        spare_.push_back(at->bytes);
+      } else {  // nothing says when the copy is over: its memory is not used again
+        count(shared_.counters.guards_skipped);
+      }
       at->event.release();
       copied_.erase(at);
     }
+  }
+  for (const Asked& one : asked) {
+    if (one.answer != CUDA_ERROR_NOT_READY) note(one.answer);
   }
   tell(found);
 } catch (...) {  // no host memory
