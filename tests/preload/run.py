@@ -1207,7 +1207,7 @@ def overwritten_guards_are_told(setting):
             options = {"CUSHION_GUARD": "64", "CUSHION_FREE": free, "CUSHION_ALLOCATOR": allocator}
             run = setting.cushioned([misuse, "guard"], CUSHION_TRACK="stacks", **options)
             same(native, run)
-            texts = sorted(told(run), key=lambda text: "6000" in text[0])
+            texts = sorted(told(run), key=lambda text: "6000 bytes" in text[0])
             check(len(texts) == 2, f"{options}: {run.err}")
             for text, expected in zip(texts, (words[:2], words[2:])):
                 check(all(word in text[0] for word in expected), f"{options}: {run.err}")
