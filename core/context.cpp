@@ -54,9 +54,14 @@ struct Leaving {
     bytes = block.live.requested;
     time = block.live.time;
   }
-  void tell(Stacks& stacks) const noexcept {
+  void tell(Shared& shared) const noexcept {
     if (stack != 0) [[unlikely]]
-      stacks.freed(stack, address, bytes, ticks() - time);
+      tell_now(shared);
+  }
+  [[gnu::noinline]] void tell_now(Shared& shared) const noexcept {
+    shared.stacks.freed(stack, address, bytes, ticks() - time);
+    if (shared.page->level() == TrackLevel::stacks)
+      shared.misuse.remember({address, bytes, stack, shared.stacks.take(0)});
   }
 
   std::uint32_t stack;
@@ -78,17 +83,6 @@ CUresult record_legacy(const Driver& driver, CUcontext context, CUevent event) n
 
 }  // namespace
 
-// Runs call(stream), a call of Cushion's own on a stream of the program's. While a blocking stream captures, touching
-// the legacy stream would invalidate the capture (contract §4): then it is not called.
-template <class Call>
-CUresult Context::on_stream(CUstream stream, Call call) noexcept {
-  if (!is_legacy(stream)) return call(stream);
-  if (!shared_.gate.enter()) return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
-  const CUresult result = call(stream);
-  shared_.gate.leave();
-  return result;
-}
-
 Context::Context(Shared& shared, CUcontext handle, CUdevice device, std::uint64_t device_bytes, bool primary)
     : shared_(shared),
       handle_(handle),
@@ -97,12 +91,17 @@ Context::Context(Shared& shared, CUcontext handle, CUdevice device, std::uint64_
       primary_(primary),
       magazine_limit_(shared.options->magazine_size.of(device_bytes)),
       superblock_size_(shared.options->superblock_size.of(device_bytes)),
+      guard_bytes_(std::min(shared.options->guard.of(device_bytes), Guard::kMost)),
+      fills_(shared.options->init != InitMode::none || guard_bytes_ != 0),
+      watches_(shared.options->watches()),
       gauges_([&]() -> Gauges& {
         if (Gauges* shown = shared.page->add_context(device)) return *shown;
         own_gauges_ = std::make_unique<Gauges>();
         return *own_gauges_;
       }()),
-      async_(shared, *this) {
+      async_(shared, *this),
+      guard_(shared, *this),
+      quarantine_(shared, *this) {
   arenas_[0].store(new Arena(shared.map, *this, 0), std::memory_order_release);
   for (unsigned i = 0; i < kHostLanes; ++i) {
     host_.push_back(std::make_unique<Lane>(i, gauges_));
@@ -298,7 +297,7 @@ inline Context::Grant Context::hand_out(Block& block, const Request& request) co
 
 bool Context::allocate(const Request& request, CUdeviceptr* out) noexcept try {
   if (refuses(request.bytes)) return false;
-  const Need need = need_of(request.bytes);
+  const Need need = need_of(request.bytes + guard_bytes_);
   const LaneRef by = enter_lane(request.stream);
   Block* block = by.lane->magazine.take(need.size, takes_through(*by.lane));
   Grant grant;
@@ -310,7 +309,7 @@ bool Context::allocate(const Request& request, CUdeviceptr* out) noexcept try {
   }
   by.lane->leave();
   turn_to(*by.lane);
-  if (block == nullptr || options().init != InitMode::none) [[unlikely]]
+  if (block == nullptr || fills_) [[unlikely]]
     return allocate_slowly(need, request, by, grant, out);
   *out = grant.address;
   return true;
@@ -332,7 +331,8 @@ bool Context::allocate_slowly(const Need& need, const Request& request, LaneRef 
     if (request.note.time != 0) by.lane->tally.tracked(request.bytes);
     by.lane->leave();
   }
-  if (options().init != InitMode::none && !fill(grant.address, request)) {
+  if ((options().init != InitMode::none && !fill(grant.address, request)) ||
+      (guard_bytes_ != 0 && !guard_.set(grant.address, request.bytes, request.stream))) {
     take_back(grant, request, by);
     return false;
   }
@@ -347,7 +347,7 @@ void Context::take_back(const Grant& grant, const Request& request, LaneRef by) 
   const Found found = find(*segment, grant.address);
   if (found.block != grant.block || !found.block->change(found.address, BlockState::live, BlockState::freeing)) return;
   found.block->stack = 0;  // it never came
-  give(found, request.stream, false);
+  give_now(found, request.stream, false);
   by.lane->enter();
   bump(by.lane->tally.served[static_cast<int>(request.api)], ~std::uint64_t{0});
   bump(by.lane->tally.frees, ~std::uint64_t{0});
@@ -411,6 +411,12 @@ Context::Grant Context::search(Arena& arena, const Need& need, const Request& re
   Grant grant = grow_for(own ? superblock_for(need) : need, arena, false);
   if (!grant && own) grant = take(global(), need, request, by);
   if (!grant && own) grant = grow_for(need, global(), false);
+  if (!grant && quarantine_.on() && quarantine_.empty()) {
+    poll();
+    collect();
+    grant = take_again(arena, need, request, by);
+    if (!grant && own) grant = take(global(), need, request, by);
+  }
   if (grant || why != CUDA_ERROR_OUT_OF_MEMORY) return grant;  // at MAX_SIZE the driver still has memory
 
   // A wait on the legacy stream would hold every blocking stream back, and what they do may be what is waited for.
@@ -611,24 +617,95 @@ bool Context::fill(std::uint64_t address, const Request& request) noexcept {
   RelaxedCaptureMode relaxed(driver());
   CurrentContext current(driver(), handle_);
   if (request.stream != nullptr) return note(on_stream(request.stream->handle, set));
-  // cudaMalloc has no stream: an own one, non-blocking, so that nothing of the program is waited for.
-  CUstream stream = fill_stream_.load(std::memory_order_acquire);
-  if (stream == nullptr) {
-    if (!note(current.result()) ||
-        !note(driver().call(driver().cuStreamCreate, &stream, static_cast<unsigned>(CU_STREAM_NON_BLOCKING))))
-      return false;
-    CUstream first = nullptr;
-    if (!fill_stream_.compare_exchange_strong(first, stream, std::memory_order_acq_rel)) {
-      driver().call(driver().cuStreamDestroy_v2, stream);  // another thread was first
-      stream = first;
-    }
-  }
-  return note(set(stream)) && note(driver().call(driver().cuStreamSynchronize, stream));
+  // cudaMalloc has no stream.
+  CUstream stream = own_stream(Own::fill);
+  return stream != nullptr && note(set(stream)) && note(driver().call(driver().cuStreamSynchronize, stream));
+}
+
+CUstream Context::own_stream(Own which) noexcept {
+  std::atomic<CUstream>& slot = own_streams_[static_cast<std::size_t>(which)];
+  CUstream stream = slot.load(std::memory_order_acquire);
+  if (stream != nullptr) return stream;
+  CUcontext current = nullptr;
+  if (!note(driver().call(driver().cuCtxGetCurrent, &current)) || current != handle_ ||
+      !note(driver().call(driver().cuStreamCreate, &stream, static_cast<unsigned>(CU_STREAM_NON_BLOCKING))))
+    return nullptr;
+  CUstream first = nullptr;
+  if (slot.compare_exchange_strong(first, stream, std::memory_order_acq_rel)) return stream;
+  driver().call(driver().cuStreamDestroy_v2, stream);  // another thread was first
+  return first;
+}
+
+bool Context::read_back(std::uint64_t address, void* to, std::uint64_t bytes) noexcept {
+  CUstream stream = own_stream(Own::look);
+  return stream != nullptr &&
+         note(driver().call(driver().cuMemcpyDtoHAsync_v2, to, CUdeviceptr{address}, static_cast<std::size_t>(bytes),
+                            stream)) &&
+         note(driver().call(driver().cuStreamSynchronize, stream));
 }
 
 // ---- free --------------------------------------------------------------------------------------------------------
 
+// By right nobody has the block just now but the free; the order in which it will be reused is the one to look in.
+bool Context::watch(const Found& freed, const StreamIdentity* stream, bool& clean) {
+  if (freed.generation != freed.arena->generation()) return false;
+  Block& block = *freed.block;
+  Quarantine::Held held{freed.block, block.size, freed.arena, freed.generation, {}, {}};
+  held.freed = {freed.address, block.live.requested, block.stack, 0};
+  if (guard_bytes_ != 0) guard_.check(held.freed, stream, clean);
+  if (!quarantine_.on()) return false;
+  held.freed.freed = shared_.stacks.take(0);
+  if (held.freed.allocated == 0 || shared_.page->level() != TrackLevel::stacks)  // else Leaving does it
+    shared_.misuse.remember(held.freed);
+  if (!quarantine_.holds(held.size)) return false;
+  const Quarantine::Filled filled = quarantine_.fill(held, stream, clean);
+  clean = clean && filled != Quarantine::Filled::unordered;
+  if (filled == Quarantine::Filled::no || filled == Quarantine::Filled::unordered) return false;
+  LaneRef by;
+  try {
+    by = enter_lane(stream);
+  } catch (...) {  // no host memory; the program cannot have it back either, it was filled
+    if (filled == Quarantine::Filled::yes) held.filled.release();
+    return true;
+  }
+  if (freed.generation != freed.arena->generation()) {  // reset meanwhile: the block is gone
+    by.lane->leave();
+    if (filled == Quarantine::Filled::yes) held.filled.release();
+    return true;
+  }
+  const Leaving leaving(block);
+  by.lane->tally.freed(block.live.requested, block.size);
+  block.set(BlockState::cached);
+  by.lane->leave();
+  leaving.tell(shared_);
+  turn_to(*by.lane);
+  if (filled == Quarantine::Filled::yes) quarantine_.add(held);
+  return true;
+}
+
+// Before the driver may take the context's memory away.
+void Context::last_look() noexcept {
+  if (guard_bytes_ != 0) guard_.poll();
+  if (quarantine_.on()) quarantine_.empty();
+}
+
+void Context::release(const Quarantine::Held& held) noexcept try {
+  {
+    std::lock_guard lock(held.arena->mutex);
+    if (held.generation != held.arena->generation()) return;
+    held.arena->give_pending(held.block, fences_.now());
+  }
+  if (held.arena->index() != 0) return_superblocks(*held.arena, superblock_size_);
+} catch (...) {  // no host memory to give superblocks back with: they stay where they are
+}
+
 inline void Context::give(const Found& freed, const StreamIdentity* stream, bool clean) {
+  if (watches_ && watch(freed, stream, clean)) [[unlikely]]
+    return;
+  give_now(freed, stream, clean);
+}
+
+inline void Context::give_now(const Found& freed, const StreamIdentity* stream, bool clean) {
   Block& block = *freed.block;
   const LaneRef by = enter_lane(stream);
   if (freed.generation != freed.arena->generation()) {  // reset meanwhile: the block is gone
@@ -642,7 +719,7 @@ inline void Context::give(const Found& freed, const StreamIdentity* stream, bool
   block.set(BlockState::cached);  // and counted: if it is lost now, it is not counted as lost
   const Magazine::Given given = magazine.give(&block, stamp, magazine_limit_);
   by.lane->leave();
-  leaving.tell(shared_.stacks);
+  leaving.tell(shared_);
   turn_to(*by.lane);
   if (given != Magazine::Given::kept) give_to_arena(freed, by, stamp, given, stream == nullptr);
 }
@@ -668,7 +745,7 @@ void Context::give_to_arena(const Found& freed, LaneRef by, std::uint64_t stamp,
 CUresult Context::free(const Found& found) noexcept try {
   Block* block = found.block;
   const std::uint64_t address = found.address;
-  if (!block->change(address, BlockState::live, BlockState::freeing)) return CUDA_ERROR_INVALID_VALUE;
+  if (!block->change(address, BlockState::live, BlockState::freeing)) return wrong_free(shared_, address, "cuMemFree");
   const bool fenced = context_fences();
   // Natively cudaFree of a stream-ordered block does not wait. Deferred frees need context fences to come back.
   const bool waits = block->api != Api::malloc_async;
@@ -706,6 +783,24 @@ CUresult Context::free(const Found& found) noexcept try {
   return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
+CUresult Context::wrong_free(Shared& shared, std::uint64_t address, const char* call) noexcept {
+  count(shared.counters.wrong_frees);
+  if (!shared.tells_misuse()) return CUDA_ERROR_INVALID_VALUE;
+  FreedBlock around;
+  // What it lies in may be an arena's superblock that goes back meanwhile: then nothing is said of a block.
+  if (const Segment* segment = shared.map.find(address)) {
+    Arena& arena = *segment->arena();
+    std::lock_guard lock(arena.mutex);
+    arena.pool.for_each_live([&](const Pool::LiveBlock& block) {
+      if (address - block.address < block.size) around = {block.address, block.requested, block.note.stack, 0};
+    });
+  }
+  const std::optional<FreedBlock> before = shared.misuse.recall(address);
+  shared.misuse.wrong_free(shared.stacks, call, address, around.address != 0 ? &around : nullptr,
+                           before ? &*before : nullptr);
+  return CUDA_ERROR_INVALID_VALUE;
+}
+
 // The call stack costs little beside the wait.
 void Context::note_wait(std::uint64_t taken) noexcept {
   count(shared_.counters.free_wait_ticks, taken);
@@ -721,7 +816,8 @@ bool Context::owes_wait() noexcept {
 
 CUresult Context::free_async(const Found& found, const StreamIdentity& stream, Context& stream_context) noexcept try {
   if (broken() != CUDA_SUCCESS) return broken();
-  if (!found.block->change(found.address, BlockState::live, BlockState::freeing)) return CUDA_ERROR_INVALID_VALUE;
+  if (!found.block->change(found.address, BlockState::live, BlockState::freeing))
+    return wrong_free(shared_, found.address, "cuMemFreeAsync");
   const bool own = &stream_context == this || mutated(Mutation::foreign_stream_is_own);
   // By the legacy stream's rule its free comes after the blocking streams' work, and their work after its next
   // allocation; but nothing is put on it that would tell them so, and an event would hold them back. And a free on a
@@ -730,7 +826,7 @@ CUresult Context::free_async(const Found& found, const StreamIdentity& stream, C
   const bool orders_others =
       own && shared_.blocking_streams.load(std::memory_order_relaxed) &&
       (is_legacy(stream.handle) || (stream.blocking && shared_.legacy_launches.load(std::memory_order_relaxed)));
-  if (!own || (pressure_.load(std::memory_order_relaxed) && !orders_others))
+  if (!own || (pressure_.load(std::memory_order_relaxed) && !orders_others && !quarantine_.on()))
     return free_evented(found, stream, stream_context);
   give(found, orders_others ? nullptr : &stream, mutated(Mutation::async_free_is_clean));
   return CUDA_SUCCESS;
@@ -743,6 +839,10 @@ CUresult Context::free_async(const Found& found, const StreamIdentity& stream, C
 CUresult Context::free_evented(const Found& found, const StreamIdentity& stream, Context& stream_context) {
   const bool foreign = &stream_context != this;
   Arena& arena = *found.arena;
+  if (guard_bytes_ != 0) {
+    const FreedBlock block{found.address, found.block->live.requested, found.block->stack, 0};
+    foreign ? guard_.skip(found.address) : guard_.check(block, &stream, false);
+  }
   bool room = false;
   {
     std::lock_guard lock(arena.mutex);
@@ -774,7 +874,7 @@ CUresult Context::free_evented(const Found& found, const StreamIdentity& stream,
     if (!lost) found.block->set(BlockState::cached);
     by.lane->leave();
     if (lost) return CUDA_SUCCESS;
-    leaving.tell(shared_.stacks);
+    leaving.tell(shared_);
     turn_to(*by.lane);
     std::lock_guard lock(arena.mutex);
     if (found.generation != arena.generation()) return CUDA_SUCCESS;
@@ -1221,6 +1321,8 @@ void Context::synchronized(std::uint64_t stamp, std::uint64_t generation) {
   const std::uint64_t keep = options().release_threshold.of(device_bytes_);
   if (generation != events_.generation() || shared_.peers.load(std::memory_order_relaxed)) return;
   fences_.completed(stamp);
+  if (guard_bytes_ != 0) [[unlikely]]
+    guard_.poll();
   if (keep < gauges_.held.current() && unused() > keep) release_unused(keep);
 }
 
@@ -1301,8 +1403,10 @@ void Context::discard() {
   initial_done_ = false;
   pressure_.store(false, std::memory_order_relaxed);
   broken_.store(0, std::memory_order_relaxed);
-  fill_stream_.store(nullptr, std::memory_order_relaxed);
+  for (auto& stream : own_streams_) stream.store(nullptr, std::memory_order_relaxed);
   async_.discard();
+  guard_.discard();
+  quarantine_.discard();
   for (const auto& lane : host_) lane->open(next_serial(), nullptr);
   alive_.store(false, std::memory_order_release);
   shared_.handle_epoch.fetch_add(1, std::memory_order_release);
@@ -1390,6 +1494,7 @@ void Context::refused(const Piece& piece, std::uint64_t generation) noexcept try
 }
 
 std::uint64_t Context::relieve(std::uint64_t patience_ns) {
+  if (quarantine_.on()) quarantine_.empty();
   poll();
   std::uint64_t released = release_unused(0);
   const std::uint64_t deadline = monotonic_ns() + patience_ns;

@@ -32,10 +32,12 @@
 #include "core/arena.h"
 #include "core/async.h"
 #include "core/fence.h"
+#include "core/guard.h"
 #include "core/lane.h"
 #include "core/mutation.h"
 #include "core/patience.h"
 #include "core/pool.h"
+#include "core/quarantine.h"
 #include "core/shared.h"
 
 namespace cushion {
@@ -76,6 +78,8 @@ class Context {
   }
   CUresult free(const Found& found) noexcept;  // cudaFree
   CUresult free_async(const Found& found, const StreamIdentity& stream, Context& stream_context) noexcept;
+  // The answer to a free of what is no live block's start: counted, and told where the program is watched (misuse.h).
+  [[gnu::noinline]] static CUresult wrong_free(Shared& shared, std::uint64_t address, const char* call) noexcept;
 
   // The program's events: a stream's place now, and an order that the program made.
   struct Position {
@@ -96,7 +100,10 @@ class Context {
   void stream_going(const StreamIdentity& stream);  // before the real destroy
 
   // Around a call that may end the context: while closing it serves nothing; discard() forgets what it had.
-  void closing(bool on) noexcept { closing_.fetch_add(on ? 1 : -1, std::memory_order_relaxed); }
+  void closing(bool on) noexcept {
+    if (on && watches_ && alive()) last_look();
+    closing_.fetch_add(on ? 1 : -1, std::memory_order_relaxed);
+  }
   void discard();
 
   // Memory is short elsewhere: gives back what is clean and unused. `patience_ns` bounds the wait for freed blocks.
@@ -107,6 +114,7 @@ class Context {
   // What another allocator in this context needs of it (async.h).
   AsyncAllocator& async() noexcept { return async_; }
   bool serves() const noexcept { return closing_.load(std::memory_order_relaxed) == 0 && broken() == CUDA_SUCCESS; }
+  bool context_fences() const noexcept;
   CUresult wait_idle() noexcept;  // as long as the native cudaFree would
   // Makes `stream` wait for everything submitted so far to the context and to peers that may use its memory. False: no
   // fence can be had now.
@@ -114,6 +122,26 @@ class Context {
   // Whether all that completes within `patience_ns`. False also where no fence can be had.
   bool becomes_idle(std::uint64_t patience_ns) noexcept;
   void take_spare();  // for waits without a fence: see spare_
+
+  // Streams of Cushion's own, non-blocking, so that nothing of the program is waited for. What is put on `fill` and
+  // `look` has nothing to wait for, what is put on `behind_all` may have.
+  enum class Own { fill, look, behind_all };
+  CUstream own_stream(Own which) noexcept;  // with the context current; null: the driver refuses
+  // Runs call(stream), a call of Cushion's own on a stream of the program's. While a blocking stream captures, touching
+  // the legacy stream would invalidate the capture (contract §4): then it is not called.
+  template <class Call>
+  CUresult on_stream(CUstream stream, Call call) noexcept {
+    if (!is_legacy(stream)) return call(stream);
+    if (!shared_.gate.enter()) return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
+    const CUresult result = call(stream);
+    shared_.gate.leave();
+    return result;
+  }
+  // Copies device memory that nobody is writing to the host, now; with the context current. False: an error.
+  bool read_back(std::uint64_t address, void* to, std::uint64_t bytes) noexcept;
+  Guard& guard() noexcept { return guard_; }
+  Quarantine& quarantine() noexcept { return quarantine_; }
+  void release(const Quarantine::Held& held) noexcept;  // to its arena, as freed now
 
   // The code of the sticky error that a call of ours met, or CUDA_SUCCESS. While set, nothing is served.
   CUresult broken() const noexcept { return static_cast<CUresult>(broken_.load(std::memory_order_relaxed)); }
@@ -161,7 +189,6 @@ class Context {
   const Driver& driver() const noexcept { return shared_.driver; }
   const Options& options() const noexcept { return *shared_.options; }
   bool note(CUresult result) noexcept;  // remembers a sticky error; true for success
-  bool context_fences() const noexcept;
 
   // ---- lanes
   LaneRef lane_of(const StreamIdentity* stream) noexcept;  // as remembered: to be entered
@@ -209,6 +236,11 @@ class Context {
   // ---- free
   // Gives a claimed block back: into its lane's magazine, else to its arena. `stream`: null for cudaFree.
   void give(const Found& freed, const StreamIdentity* stream, bool clean);
+  void give_now(const Found& freed, const StreamIdentity* stream, bool clean);  // without a look at it
+  // What a free looks at and does besides. True: the block is held back. `clean` is false afterwards where a fill may
+  // still be under way.
+  [[gnu::noinline]] bool watch(const Found& freed, const StreamIdentity* stream, bool& clean);
+  [[gnu::noinline]] void last_look() noexcept;
   [[gnu::noinline]] void give_to_arena(const Found& freed, LaneRef by, std::uint64_t stamp, Magazine::Given given,
                                        bool is_host);
   bool return_superblocks(Arena& arena, std::uint64_t keep);  // to the global arena; whether there were any
@@ -219,8 +251,6 @@ class Context {
   [[gnu::noinline]] CUresult free_evented(const Found& freed, const StreamIdentity& stream, Context& stream_context);
 
   // ---- fences
-  template <class Call>
-  CUresult on_stream(CUstream stream, Call call) noexcept;
   bool record_fence(Fence& fence);  // fills fence.events; false, and none taken, if there can be no fence now
   bool is_complete(std::span<const FenceEvent> events) noexcept;
   // Asks the fences, takes a new one if frees (up to `newest`) lack one, cleans up.
@@ -260,6 +290,9 @@ class Context {
   const bool primary_;
   const std::uint64_t magazine_limit_;   // bytes
   const std::uint64_t superblock_size_;  // bytes
+  const std::uint64_t guard_bytes_;
+  const bool fills_;    // something is to be done to new blocks
+  const bool watches_;  // and to freed ones
   std::atomic<bool> alive_{true};
   std::atomic<int> closing_{0};
   std::atomic<int> broken_{0};
@@ -273,8 +306,10 @@ class Context {
   EventPool events_;
   std::unique_ptr<Gauges> own_gauges_;  // where the control page has no more room
   Gauges& gauges_;
-  std::atomic<CUstream> fill_stream_{nullptr};
+  std::array<std::atomic<CUstream>, 3> own_streams_{};
   AsyncAllocator async_;
+  Guard guard_;
+  Quarantine quarantine_;
   std::atomic<LaneNode*> all_lanes_{nullptr};
   std::atomic<bool> untidy_{false};  // there are many lanes: the next poll looks which are of use
 

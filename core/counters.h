@@ -16,19 +16,24 @@ namespace cushion {
 inline constexpr int kApis = sizeof(kApiNames) / sizeof(kApiNames[0]);
 
 // CUSHION_COUNTER(field, "report key", "what a person reads")
-#define CUSHION_COUNTERS(CUSHION_COUNTER)                                                                       \
-  CUSHION_COUNTER(frees_served, "frees_served", "frees of the pool's blocks")                                   \
-  CUSHION_COUNTER(frees_forwarded, "frees_forwarded", "frees passed to the driver")                             \
-  CUSHION_COUNTER(misses, "misses", "allocations that no magazine could serve")                                 \
-  CUSHION_COUNTER(free_waits, "free_waits", "frees that waited for the device, as natively")                    \
-  CUSHION_COUNTER(free_waits_owed, "free_waits_owed", "frees that returned before their wait (FREE=auto)")      \
-  CUSHION_COUNTER(stream_waits, "stream_waits", "stream waits inserted, memory being short")                    \
-  CUSHION_COUNTER(memory_waits, "memory_waits", "allocations that waited for freed blocks, memory being short") \
-  CUSHION_COUNTER(grows, "grows", "segments taken from the driver")                                             \
-  CUSHION_COUNTER(releases, "releases", "segments given back to the driver")                                    \
-  CUSHION_COUNTER(out_of_memory, "out_of_memory", "allocations the pool could not serve, memory being short")   \
-  CUSHION_COUNTER(reset_blocks, "reset_blocks", "blocks still live when their context was reset or destroyed")  \
-  CUSHION_COUNTER(reset_bytes, "reset_bytes", "bytes requested of those blocks")                                \
+#define CUSHION_COUNTERS(CUSHION_COUNTER)                                                                              \
+  CUSHION_COUNTER(frees_served, "frees_served", "frees of the pool's blocks")                                          \
+  CUSHION_COUNTER(frees_forwarded, "frees_forwarded", "frees passed to the driver")                                    \
+  CUSHION_COUNTER(misses, "misses", "allocations that no magazine could serve")                                        \
+  CUSHION_COUNTER(free_waits, "free_waits", "frees that waited for the device, as natively")                           \
+  CUSHION_COUNTER(free_waits_owed, "free_waits_owed", "frees that returned before their wait (FREE=auto)")             \
+  CUSHION_COUNTER(stream_waits, "stream_waits", "stream waits inserted, memory being short")                           \
+  CUSHION_COUNTER(memory_waits, "memory_waits", "allocations that waited for freed blocks, memory being short")        \
+  CUSHION_COUNTER(grows, "grows", "segments taken from the driver")                                                    \
+  CUSHION_COUNTER(releases, "releases", "segments given back to the driver")                                           \
+  CUSHION_COUNTER(out_of_memory, "out_of_memory", "allocations the pool could not serve, memory being short")          \
+  CUSHION_COUNTER(reset_blocks, "reset_blocks", "blocks still live when their context was reset or destroyed")         \
+  CUSHION_COUNTER(reset_bytes, "reset_bytes", "bytes requested of those blocks")                                       \
+  CUSHION_COUNTER(wrong_frees, "wrong_frees", "frees of what is no block of the pool's")                               \
+  CUSHION_COUNTER(guards_overwritten, "guards_overwritten", "blocks whose guard was overwritten (GUARD)")              \
+  CUSHION_COUNTER(guards_skipped, "guards_skipped", "frees whose guard could not be looked at (GUARD)")                \
+  CUSHION_COUNTER(quarantine_overwritten, "quarantine_overwritten", "blocks written to after their free (QUARANTINE)") \
+  CUSHION_COUNTER(quarantine_skipped, "quarantine_skipped", "held blocks that could not be looked at (QUARANTINE)")    \
   CUSHION_COUNTER(ipc_refused, "ipc_refused", "IPC handles refused for the pool's blocks")
 
 // Requests by size: class i holds those of i significant bits, so from 2^(i-1) bytes to below 2^i.

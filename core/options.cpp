@@ -161,7 +161,9 @@ bool parse(std::string_view text, std::string_view range, Enumeration& out) noex
 bool parse(std::string_view text, std::string_view range, Size& out) noexcept {
   const std::optional<Size> size = parse_size(text);
   const std::optional<Size> low = parse_size(ends_of(range).first);
+  const std::optional<Size> high = parse_size(ends_of(range).second);
   if (!size || !low || (size->percent < 0 && size->bytes < low->bytes)) return false;
+  if (high && high->percent < 0 && size->percent < 0 && size->bytes > high->bytes) return false;
   out = *size;
   return true;
 }

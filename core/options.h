@@ -54,6 +54,11 @@ struct Options {
 #define CUSHION_OPTION(type, field, name, fallback, range, help) type field{};
 #include "core/options.def"
 #undef CUSHION_OPTION
+
+  // Whether blocks are looked at when the program gives them back.
+  bool watches() const noexcept {
+    return guard.bytes != 0 || guard.percent > 0 || quarantine.bytes != 0 || quarantine.percent > 0;
+  }
 };
 
 // One row of the table, for whoever prints it or makes flags of it.

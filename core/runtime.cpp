@@ -195,7 +195,9 @@ void Runtime::look_at_order(CUdevice device, bool another) noexcept {
   if (pageable != 0) end_order("pageable memory access");
   if (driver.cuCtxRecordEvent == nullptr) end_order("a driver before 12.5");
   if (another) end_order("a second context");
-  if (options().init != InitMode::none) end_order("CUSHION_INIT");  // its fills have a stream of their own
+  // Their fills have a stream of their own.
+  if (options().init != InitMode::none) end_order("CUSHION_INIT");
+  if (options().watches()) end_order("CUSHION_GUARD or CUSHION_QUARANTINE");
 }
 
 Context* Runtime::context_of(CUcontext handle) noexcept {
@@ -424,7 +426,8 @@ std::optional<CUresult> Runtime::free(CUdeviceptr address) noexcept {
     return answer ? answer : free_stream_ordered(address);
   }
   const Context::Found found = Context::find(*segment, address);
-  return found.block == nullptr ? CUDA_ERROR_INVALID_VALUE : found.arena->context().free(found);
+  return found.block == nullptr ? Context::wrong_free(shared_, address, "cuMemFree")
+                                : found.arena->context().free(found);
 }
 
 std::optional<CUresult> Runtime::free_async(CUdeviceptr address, CUstream stream) noexcept {
@@ -435,7 +438,7 @@ std::optional<CUresult> Runtime::free_async(CUdeviceptr address, CUstream stream
     });
   }
   const Context::Found found = Context::find(*segment, address);
-  if (found.block == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  if (found.block == nullptr) return Context::wrong_free(shared_, address, "cuMemFreeAsync");
   if (shared_.gate.may_be_open()) {
     bool capturing = false;
     if (const CUresult result = shared_.gate.ask(shared_.driver, stream, capturing); result != CUDA_SUCCESS)
@@ -727,6 +730,8 @@ void Runtime::every_pool_changed() noexcept {
 void Runtime::report(const char* how, Patience patience) noexcept {
   if (program_ == nullptr || program_->pid != getpid()) return;  // a forked child, or a vfork child about to exec
   if (reported_.exchange(true)) return;
+  if (options().watches() && patience != Patience::none)
+    shared_.for_each_context([&](Context& context) { context.guard().finish(patience); });
   write_report(*this, how, patience);
   if (!program_->metrics.empty() && patience != Patience::none) write_metrics(*this, false);
   control_file_.remove();

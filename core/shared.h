@@ -9,6 +9,7 @@
 #include "core/control_page.h"
 #include "core/counters.h"
 #include "core/driver.h"
+#include "core/misuse.h"
 #include "core/options.h"
 #include "core/single_order.h"
 #include "core/stacks.h"
@@ -39,7 +40,10 @@ struct Shared {
     return page->devices[static_cast<std::size_t>(device)].from_driver_pool;
   }
   Stacks stacks;
+  Misuse misuse;
   const Options* options = nullptr;  // set once, before the first context
+  // Whether wrong frees are told.
+  bool tells_misuse() const noexcept { return tracks() || options->watches(); }
 
   // Contexts are added and never removed (a handle that comes again finds its old object), so readers need no lock:
   // acquire on the count shows the entries below it.

@@ -48,6 +48,8 @@ SETTINGS = {
     "arena": {"CUSHION_ALLOCATOR": "arena", "CUSHION_SUPERBLOCK_SIZE": "4MiB"},
     "arena_deferred": {"CUSHION_ALLOCATOR": "arena", "CUSHION_FREE": "deferred", "CUSHION_MAX_SIZE": "100%"},
     "binning": {"CUSHION_ALLOCATOR": "binning", "CUSHION_SUPERBLOCK_SIZE": "4MiB"},
+    "guarded": {"CUSHION_GUARD": "100", "CUSHION_QUARANTINE": "256KiB"},
+    "guarded_deferred": {"CUSHION_GUARD": "100", "CUSHION_QUARANTINE": "256KiB", "CUSHION_FREE": "deferred"},
     "async": {"CUSHION_ALLOCATOR": "async", "CUSHION_INIT": "zero"},
     "async_deferred": {"CUSHION_ALLOCATOR": "async", "CUSHION_FREE": "deferred"},
     "cuda": {"CUSHION_ALLOCATOR": "cuda", "CUSHION_TRACK": "on"},
@@ -89,8 +91,12 @@ class Run:
         self.status = status
         self.text = (folder / "out").read_text(errors="replace")
         self.steps, self.again, self.strange, self.left = {}, {}, [], None
+        told = False  # of a wrong free, which the program makes: its stacks follow
         for line in self.text.splitlines():
             match = self.LINE.fullmatch(line)
+            told = line.startswith("cushion: cuMemFree") or (told and line.startswith("  "))
+            if told:
+                continue
             if match:
                 number, what, again, value = match.groups()
                 (self.again if again else self.steps)[int(number)] = (what, value)

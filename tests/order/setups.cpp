@@ -23,7 +23,7 @@ std::vector<Setup> MakeAll() {
   };
   const Environment tight{
       {"CUSHION_MAX_SIZE", "4MiB"}, {"CUSHION_SEGMENT_SIZE", "2MiB"}, {"CUSHION_SUPERBLOCK_SIZE", "2MiB"}};
-  const Environment full{{"EMU_MEMORY", "12M"},
+  const Environment full{{"EMU_MEMORY", "6M"},
                          {"CUSHION_SEGMENT_SIZE", "2MiB"},
                          {"CUSHION_SUPERBLOCK_SIZE", "2MiB"},
                          {"CUSHION_OOM_WAIT", "1ms"}};
@@ -41,6 +41,14 @@ std::vector<Setup> MakeAll() {
   both("pool_old_full", Make("", full, {{"EMU_DRIVER_VERSION", "12000"}}).environment);
   both("pool_release", {{"CUSHION_RELEASE_THRESHOLD", "0"}, {"CUSHION_SEGMENT_SIZE", "2MiB"}});
   both("pool_zero", {{"CUSHION_INIT", "zero"}});
+  both("pool_guard", {{"CUSHION_GUARD", "100"}});
+  setups.push_back(Make("arena_guard_tight",
+                        Make("", tight, {{"CUSHION_GUARD", "4KiB"}, {"CUSHION_ALLOCATOR", "arena"}}).environment));
+  both("pool_quarantine", {{"CUSHION_QUARANTINE", "1MiB"}});
+  both("pool_quarantine_full", Make("", full, {{"CUSHION_QUARANTINE", "8MiB"}, {"CUSHION_GUARD", "64"}}).environment);
+  setups.push_back(
+      Make("binning_quarantine_tight",
+           Make("", tight, {{"CUSHION_QUARANTINE", "3MiB"}, {"CUSHION_ALLOCATOR", "binning"}}).environment));
   both("async", {{"CUSHION_ALLOCATOR", "async"}});
   both("async_full", Make("", full, {{"CUSHION_ALLOCATOR", "async"}}).environment);
   setups.push_back(Make("cuda", {{"CUSHION_ALLOCATOR", "cuda"}}));

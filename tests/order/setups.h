@@ -15,9 +15,12 @@ struct Setup {
     const auto found = environment.find("CUSHION_FREE");
     return found != environment.end() && found->second == "deferred";
   }
-  // CUSHION_INIT puts a fill on the stream of an allocation: on the legacy stream that holds others back, which is seen
-  // where a kernel spins.
-  bool fills() const { return environment.contains("CUSHION_INIT"); }
+  // CUSHION_INIT and CUSHION_GUARD put a fill on the stream of an allocation, CUSHION_QUARANTINE on that of a free: on
+  // the legacy stream that holds others back, which is seen where a kernel spins.
+  bool fills() const {
+    return environment.contains("CUSHION_INIT") || environment.contains("CUSHION_GUARD") ||
+           environment.contains("CUSHION_QUARANTINE");
+  }
 };
 
 // Its environment, each variable after a blank.

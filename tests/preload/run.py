@@ -1196,6 +1196,116 @@ def metrics_file(setting):
     one_line(run, "CUSHION_METRICS", "/proc/nothing/x.prom")
 
 
+def told(run):
+    """The texts of misuse on stderr, each as its lines."""
+    texts = []
+    for line in run.err.splitlines():
+        if line.startswith("cushion: "):
+            texts.append([])
+        check(bool(texts), f"said something else: {run.err}")
+        texts[-1].append(line)
+    return texts
+
+
+@case
+def wrong_frees_are_told(setting):
+    """With their stacks, where the program is tracked; the codes stay."""
+    misuse = [setting.program("misuse"), "frees"]
+    native = setting.native(misuse)
+    run = setting.cushioned(misuse, CUSHION_TRACK="stacks")
+    same(native, run)
+    texts = told(run)
+    check(len(texts) == 6, run.err)
+    for text, what in zip(texts, ("512 bytes into a block of 5000 bytes at 0x", "100 bytes into a block of 5000 bytes at 0x",
+                                  "1024 bytes into a block of 5000 bytes at 0x", "freed already, a block of 70000 bytes",
+                                  "freed already, a block of 70000 bytes", "no block begins there")):
+        check(what in text[0], run.err)
+        parts = [line.strip() for line in text if not line.startswith("    ")][1:]
+        check("misuse+0x" in text[2] and parts[0] == "called from", run.err)
+        stacks = ["the block was allocated from"] if "into" in what else []
+        stacks = ["the block was allocated from", "and first freed from"] if "freed already," in what else stacks
+        check(parts[1:] == stacks, f"{parts}: {run.err}")
+    check([" of 0x" in text[0] and text[0].split()[1] for text in texts] ==
+          ["cuMemFree", "cuMemFree", "cuMemFreeAsync", "cuMemFree", "cuMemFreeAsync", "cuMemFree"], run.err)
+    check(run.reports[0]["calls"]["wrong_frees"] == 6, "counted")
+    run = setting.cushioned(misuse, CUSHION_TRACK="on")
+    same(native, run)
+    check(len(told(run)) == 6 and "allocated from" not in run.err and "misuse+0x" in run.err, run.err)
+    run = setting.cushioned(misuse)
+    same(native, run)
+    check(run.err == "" and run.reports[0]["calls"]["wrong_frees"] == 6, "not told without tracking")
+    run = setting.cushioned([setting.program("misuse"), "many"], CUSHION_TRACK="on")
+    texts = told(run)
+    check(len(texts) == 21 and "no more are" in texts[20][0] and run.out.endswith("refused 29\n"), run.err)
+    for allocator in ("pool", "arena", "binning"):
+        setting.compare([setting.program("misuse"), "none"], CUSHION_TRACK="stacks", CUSHION_ALLOCATOR=allocator)
+
+
+@case
+def overwritten_guards_are_told(setting):
+    misuse = setting.program("misuse")
+    native = setting.native([misuse, "guard"])
+    words = ("behind a block of 5000 bytes at 0x", ": 3 of 64 guard bytes, the first 8 bytes behind its end",
+             "behind a block of 6000 bytes at 0x", ": 1 of 64 guard bytes, the first 0 bytes behind its end")
+    for free in ("sync", "deferred", "auto"):
+        for allocator in ("pool", "arena", "binning"):
+            options = {"CUSHION_GUARD": "64", "CUSHION_FREE": free, "CUSHION_ALLOCATOR": allocator}
+            run = setting.cushioned([misuse, "guard"], CUSHION_TRACK="stacks", **options)
+            same(native, run)
+            texts = sorted(told(run), key=lambda text: "6000 bytes" in text[0])
+            check(len(texts) == 2, f"{options}: {run.err}")
+            for text, expected in zip(texts, (words[:2], words[2:])):
+                check(all(word in text[0] for word in expected), f"{options}: {run.err}")
+                parts = [line.strip() for line in text if not line.startswith("    ")][1:]
+                check(parts == ["the block was allocated from", "and freed from"], f"{options}: {run.err}")
+                check(sum("misuse+0x" in line for line in text) >= 2, run.err)
+            calls = run.reports[0]["calls"]
+            check((calls["guards_overwritten"], calls["guards_skipped"]) == (2, 0), f"{calls}")
+            check(run.reports[0]["live"] == [], "freed")
+            right = setting.compare([misuse, "none"], **options)
+            check(right.reports[0]["calls"]["guards_skipped"] == 0, f"{options}: {right.reports[0]['calls']}")
+    untracked = setting.cushioned([misuse, "guard"], CUSHION_GUARD="64")
+    same(native, untracked)
+    check(len(told(untracked)) == 2 and "the block was freed from" in untracked.err, untracked.err)
+    check(setting.cushioned([misuse, "guard"]).err == "", "off")
+    frees = setting.cushioned([misuse, "frees"], CUSHION_GUARD="1")
+    check(len(told(frees)) == 6, frees.err)
+    one_line(setting.cushioned([misuse, "none"], CUSHION_GUARD="2MiB"), "CUSHION_GUARD=2MiB", "0 to 1MiB")
+
+
+@case
+def writes_after_free_are_told(setting):
+    misuse = setting.program("misuse")
+    native = setting.native([misuse, "late"])
+    for free in ("sync", "deferred", "auto"):
+        for allocator in ("pool", "arena", "binning"):
+            options = {"CUSHION_QUARANTINE": "1MiB", "CUSHION_FREE": free, "CUSHION_ALLOCATOR": allocator}
+            run = setting.cushioned([misuse, "late"], CUSHION_TRACK="stacks", **options)
+            same(native, run)
+            texts = told(run)
+            check(len(texts) == 3, f"{options}: {run.err}")
+            check("a block of 5000 bytes at 0x" in texts[0][0] and ": 3 bytes, the first at offset 40" in texts[0][0], run.err)
+            check("a block of 6000 bytes at 0x" in texts[1][0] and ": 1 bytes, the first at offset 0" in texts[1][0], run.err)
+            for text in texts[:2]:
+                parts = [line.strip() for line in text if not line.startswith("    ")]
+                check(parts[1:] == ["the block was allocated from", "and freed from"], f"{options}: {run.err}")
+                check(sum("misuse+0x" in line for line in text) >= 2, run.err)
+            check("freed already, a block of " in texts[2][0], run.err)
+            calls = run.reports[0]["calls"]
+            check(calls["quarantine_overwritten"] == 2, f"{calls}")
+            check(run.reports[0]["live"] == [], "freed")
+            both = {"CUSHION_GUARD": "32", **options}
+            setting.compare([misuse, "none"], **options)
+            setting.compare([misuse, "none"], **both)
+    untracked = setting.cushioned([misuse, "late"], CUSHION_QUARANTINE="1MiB")
+    same(native, untracked)
+    check(len(told(untracked)) == 3 and "the block was freed from" in untracked.err, untracked.err)
+    check("first freed from" in untracked.err, untracked.err)
+    check(setting.cushioned([misuse, "late"]).err == "", "off")
+    all_of_it = setting.compare([setting.program("leak"), "--all"], CUSHION_QUARANTINE="50%")  # memory is short at last
+    check(all_of_it.reports[0]["calls"]["quarantine_overwritten"] == 0, "nothing is wrong there")
+
+
 @case
 def ctl_helper_thread(setting):
     """CUSHION_CTL=on: a program that does nothing is answered at once; without it ctl gives up, and nothing happens."""
