@@ -501,6 +501,7 @@ bool Context::grow(const Need& need, bool exact, CUresult& why) {
     const std::uint64_t room = most > have ? most - have : 0;
     if (least > room) {
       why = CUDA_SUCCESS;
+      pressure_.store(true, std::memory_order_relaxed);
       return false;
     }
     if (!exact && growing_ == 0) {

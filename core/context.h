@@ -296,7 +296,7 @@ class Context {
   std::atomic<bool> alive_{true};
   std::atomic<int> closing_{0};
   std::atomic<int> broken_{0};
-  // The driver refused growth: cudaFreeAsync records its event inside itself (contract §3).
+  // Growth was refused: cudaFreeAsync records its event inside itself (contract §3).
   std::atomic<bool> pressure_{false};
   // By Arena::index; made when first needed, under the context's lock, and never destroyed.
   std::array<std::atomic<Arena*>, Lane::kArenas> arenas_{};

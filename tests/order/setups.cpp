@@ -23,7 +23,7 @@ std::vector<Setup> MakeAll() {
   };
   const Environment tight{
       {"CUSHION_MAX_SIZE", "4MiB"}, {"CUSHION_SEGMENT_SIZE", "2MiB"}, {"CUSHION_SUPERBLOCK_SIZE", "2MiB"}};
-  const Environment full{{"EMU_MEMORY", "6M"},
+  const Environment full{{"EMU_MEMORY", "12M"},
                          {"CUSHION_SEGMENT_SIZE", "2MiB"},
                          {"CUSHION_SUPERBLOCK_SIZE", "2MiB"},
                          {"CUSHION_OOM_WAIT", "1ms"}};
