@@ -4,10 +4,11 @@
 // unwinder) BM_TakeStack/DEPTH      the whole of what the level `stacks` adds to an allocation, and takes away at its
 // free BM_Sample/BYTES         what the level `sampled` (2 MiB) adds to an allocation of so many bytes
 #include "core/stacks.h"
-#include "core/track.h"
 
 #include <benchmark/benchmark.h>
 #include <unwind.h>
+
+#include "core/track.h"
 
 namespace {
 
