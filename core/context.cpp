@@ -377,7 +377,7 @@ bool Context::refill(Arena& arena, const Need& need, LaneRef by) {
     superblock = global().take(whole, by, BlockState::cached);
     if (superblock == nullptr) return false;
     superblock->api = Api::superblock;
-    clean = superblock->heap == global().clean->index || mutated(Mutation::superblock_comes_clean);
+    clean = superblock->heap == global().clean->index;
   }
   const std::uint64_t stamp = fences_.now();
   {

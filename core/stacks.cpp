@@ -191,8 +191,8 @@ Stacks::Amount Stacks::amount(const Stack& stack, std::uint64_t bytes) noexcept 
   if (stack.interval == 0) return {kOne, bytes};
   const double size = static_cast<double>(bytes);
   const double times = 1 / -std::expm1(-size / static_cast<double>(stack.interval));
-  return {static_cast<std::uint64_t>(static_cast<double>(kOne) * times + 0.5),
-          static_cast<std::uint64_t>(size * times + 0.5)};
+  return {static_cast<std::uint64_t>(std::llround(static_cast<double>(kOne) * times)),
+          static_cast<std::uint64_t>(std::llround(size * times))};
 }
 
 // Before it changes.
