@@ -91,10 +91,11 @@ class Run:
         self.status = status
         self.text = (folder / "out").read_text(errors="replace")
         self.steps, self.again, self.strange, self.left = {}, {}, [], None
-        told = False  # of a wrong free, which the program makes: its stacks follow
+        told = False  # of a wrong free, which the program makes, or of a full device: more lines follow
         for line in self.text.splitlines():
             match = self.LINE.fullmatch(line)
-            told = line.startswith("cushion: cuMemFree") or (told and line.startswith("  "))
+            begins = line.startswith("cushion: cuMemFree") or re.match(r"cushion: .* is out of device memory: ", line)
+            told = bool(begins) or (told and line.startswith("  "))
             if told:
                 continue
             if match:
