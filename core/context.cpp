@@ -417,14 +417,14 @@ Context::Grant Context::search(Arena& arena, const Need& need, const Request& re
     grant = take_again(arena, need, request, by);
     if (!grant && own) grant = take(global(), need, request, by);
   }
-  if (grant || why != CUDA_ERROR_OUT_OF_MEMORY) return grant;  // at MAX_SIZE the driver still has memory
+  if (grant || (why != CUDA_ERROR_OUT_OF_MEMORY && driver_has(need.size))) return grant;
 
   // A wait on the legacy stream would hold every blocking stream back, and what they do may be what is waited for.
   const bool may_wait = by.lane->is_stream() && !(is_legacy(request.stream->handle) &&
                                                   shared_.blocking_streams.load(std::memory_order_relaxed));
   if (!grant && may_wait) grant = steal(arena, need, request, by);
   if (!grant && may_wait && own) grant = steal(global(), need, request, by);
-  if (grant) return grant;
+  if (grant || why != CUDA_ERROR_OUT_OF_MEMORY) return grant;
 
   // Out of memory. Wait for freed blocks only where they could help, and never while a capture is open.
   std::uint64_t pool_free = 0;
@@ -460,6 +460,15 @@ Context::Grant Context::take_again(Arena& arena, const Need& need, const Request
     if (grant) return grant;
   }
   return take(arena, need, request, by);
+}
+
+// At MAX_SIZE: whether a request that is passed on will be served.
+bool Context::driver_has(std::uint64_t bytes) noexcept {
+  RelaxedCaptureMode relaxed(driver());
+  CurrentContext current(driver(), handle_);
+  std::size_t idle = 0;
+  std::size_t total = 0;
+  return !note(driver().call(driver().cuMemGetInfo_v2, &idle, &total)) || idle >= bytes;
 }
 
 bool Context::anything_unclean() {

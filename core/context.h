@@ -7,7 +7,7 @@
 //   2. its arena: the stream's own freed blocks, clean blocks, blocks that the program has ordered before the stream;
 //      a stream's, thread's or bin's arena asks the global one for a superblock
 //   3. the same again after asking the fences, and again with what lay in other lanes' magazines
-//   4. a new segment, unless MAX_SIZE refuses (then 7) or the driver does
+//   4. a new segment, unless MAX_SIZE refuses (then 7, if the driver has memory) or the driver does
 //   5. the driver has no more: another stream's freed block, the stream made to wait on the event recorded inside that
 //      free. Never where other memory can be had: the work before that free may be waiting for what the stream does
 //      next
@@ -228,6 +228,7 @@ class Context {
   Grant search(Arena& arena, const Need& need, const Request& request, LaneRef by);
   bool refill(Arena& arena, const Need& need, LaneRef by);
   bool grow(const Need& need, bool exact, CUresult& why);
+  bool driver_has(std::uint64_t bytes) noexcept;
   Grant steal(Arena& arena, const Need& need, const Request& request, LaneRef by);
   Grant wait_for_blocks(Arena& arena, const Need& need, const Request& request, LaneRef by);
   bool fill(std::uint64_t address, const Request& request) noexcept;

@@ -146,11 +146,11 @@ TEST_F(GuardTest, ACudaFreeWithoutAWaitLooksBehindAllWork) {
 }
 
 TEST_F(GuardTest, UnderPressureAStealerComesAfterTheLook) {
-  core().options().max_size = {kSegment};
   TestStream first;
   TestStream second;
   const CUdeviceptr p = core().MallocAsync(kSegment - 1000, first);
   ASSERT_NE(p, 0u);
+  core().refuse_growth();
   EXPECT_EQ(core().MallocAsync(kSegment - 1000, second), 0u);  // now memory is short
   Gate gate;
   gate.Hold(first);
