@@ -52,7 +52,7 @@ std::vector<Setup> MakeAll() {
   both("async", {{"CUSHION_ALLOCATOR", "async"}});
   both("async_full", Make("", full, {{"CUSHION_ALLOCATOR", "async"}}).environment);
   setups.push_back(Make("cuda", {{"CUSHION_ALLOCATOR", "cuda"}}));
-  setups.push_back(Make("track", {{"CUSHION_TRACK", "on"}, {"CUSHION_REPORT", "/dev/null"}}));
+  setups.push_back(Make("track", {{"CUSHION_TRACK", "stacks"}, {"CUSHION_REPORT", "/dev/null"}}));
   return setups;
 }
 
