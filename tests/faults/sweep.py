@@ -86,16 +86,17 @@ class Run:
     """What one run of the program left behind."""
 
     LINE = re.compile(r"(\d+) (.*?)( again)?: (.*)")
+    FULL = re.compile(r"cushion: [^\n]* is out of device memory: [^\n]*\n(?:  [^\n]*\n)*")
 
     def __init__(self, status, folder):
         self.status = status
-        self.text = (folder / "out").read_text(errors="replace")
+        # A full device is told where allocations are tracked, maybe in the middle of a line of the program's.
+        self.text = self.FULL.sub("", (folder / "out").read_text(errors="replace"))
         self.steps, self.again, self.strange, self.left = {}, {}, [], None
-        told = False  # of a wrong free, which the program makes, or of a full device: more lines follow
+        told = False  # of a wrong free, which the program makes: its stacks follow
         for line in self.text.splitlines():
             match = self.LINE.fullmatch(line)
-            begins = line.startswith("cushion: cuMemFree") or re.match(r"cushion: .* is out of device memory: ", line)
-            told = bool(begins) or (told and line.startswith("  "))
+            told = line.startswith("cushion: cuMemFree") or (told and line.startswith("  "))
             if told:
                 continue
             if match:

@@ -1193,7 +1193,8 @@ def pages_of_real_reports_and_ranks(setting):
     setting.text(setting.leaks("a.json"), setting.leaks("b.json"), FULL, "--html", ranks)
     browser = Browser(setting)
     found = browser.probe(page, 390)
-    equal(found["titles"], ["Never freed", "Memory by device", "Calls"], "sections of a report without stacks")
+    equal(found["titles"], ["Memory over time", "Never freed", "Memory by device", "Sizes asked for", "Calls"],
+          "sections of a report without stacks")
     equal(found["bytes"], ["14.31 MiB", "205.08 KiB", "48.22 KiB", "1000 B"], "leaks")
     check(found["overflow"] <= 0, f"{found['overflow']} too wide")
     found = browser.probe(ranks, 390)
