@@ -1302,7 +1302,7 @@ def writes_after_free_are_told(setting):
     check(len(told(untracked)) == 3 and "the block was freed from" in untracked.err, untracked.err)
     check("first freed from" in untracked.err, untracked.err)
     check(setting.cushioned([misuse, "late"]).err == "", "off")
-    all_of_it = setting.compare([setting.program("leak"), "--all"], CUSHION_QUARANTINE="50%")  # memory is short at last
+    all_of_it = setting.compare([setting.program("leak"), "--all"], CUSHION_QUARANTINE="50%", EMU_MEMORY="512M")  # memory is short at last
     check(all_of_it.reports[0]["calls"]["quarantine_overwritten"] == 0, "nothing is wrong there")
 
 
