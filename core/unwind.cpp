@@ -388,13 +388,13 @@ class Program {
     }
   }
 
-  static constexpr int kDepth = 16;
+  static constexpr std::size_t kDepth = 16;
   std::uint64_t code_align_;
   std::int64_t data_align_;
   State now_{};
   State first_{};
   std::array<State, kDepth> kept_{};
-  int depth_ = 0;
+  std::size_t depth_ = 0;
 };
 
 // A record of .eh_frame without its length: empty if there is none.
