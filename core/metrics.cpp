@@ -59,7 +59,8 @@ class Writer {
   }
   // A label's value: its three special characters are escaped, and what is no UTF-8 is replaced.
   void label(std::string_view text) noexcept {
-    for (const char c : Printable<256>(text).view()) {
+    const Printable<256> shown(text);  // outlives its view
+    for (const char c : shown.view()) {
       if (c == '"' || c == '\\') out_.raw("\\");
       out_.raw({&c, 1});
     }

@@ -7,6 +7,7 @@
 #include <climits>
 #include <cstdlib>
 #include <cstring>
+#include <string_view>
 
 #include "core/libraries.h"
 
@@ -61,7 +62,8 @@ bool look(const dl_phdr_info& library, std::uint64_t address, Module& m) noexcep
     m.program = true;
   } else {
     char whole[PATH_MAX];  // a preloaded library may be named from the working folder
-    std::strncpy(m.path, *name != '/' && realpath(name, whole) != nullptr ? whole : name, sizeof m.path - 1);
+    const std::string_view path = *name != '/' && realpath(name, whole) != nullptr ? whole : name;
+    m.path[path.copy(m.path, sizeof m.path - 1)] = '\0';
   }
   return true;
 }
