@@ -63,6 +63,8 @@ ALLOCATORS = {  # in the order of the columns; the first is what the others are 
     "pool_deferred": cushion("Cushion, `deferred`", allocator="pool", free="deferred"),
     "pool_auto": cushion("Cushion, `auto`", allocator="pool", free="auto"),
     "pool_track": cushion("Cushion, tracking", allocator="pool", free="sync", track="on"),
+    "pool_sampled": cushion("Cushion, sampled stacks", allocator="pool", free="sync", track="sampled"),
+    "pool_stacks": cushion("Cushion, stacks", allocator="pool", free="sync", track="stacks", stack_depth="20"),
     "arena": cushion("Cushion, arena", allocator="arena", free="sync"),
     "binning": cushion("Cushion, binning", allocator="binning", free="sync"),
     "async": cushion("Cushion, driver's pool", allocator="async", free="sync"),

@@ -151,15 +151,16 @@ def random_async_table(results):
 
 
 def tracking_table(results):
-    """What tracking costs on the random table, Cushion's and RMM's."""
-    pairs = (("pool", "pool_track"), ("rmm_pool", "rmm_pool_track"))
+    """What each level of tracking costs on the random table, and RMM's tracking."""
+    levels = (("pool", ("pool_track", "pool_sampled", "pool_stacks")), ("rmm_pool", ("rmm_pool_track",)))
+    pairs = [(off, on) for off, those in levels for on in those]
     rows = [row for row in results.of("random_allocations", "async") if any(on in row["ns"] for _, on in pairs)]
     columns = [[quotient(row["ns"].get(on), row["ns"].get(off)) for row in rows] for off, on in pairs]
-    lines = [[f"`{row['benchmark']}`"] + [show_time(row["ns"].get(a)) for pair in pairs for a in pair]
+    lines = [[f"`{row['benchmark']}`"] + [show_time(row["ns"].get(off)) for off, _ in levels]
              + [show_fine(column[i]) for column in columns] for i, row in enumerate(rows)]
-    lines.append(["geometric mean", "", "", "", ""] + [show_fine(mean(column)) for column in columns])
-    return rows and grid([BY_STREAM] + [results.titles[a] for pair in pairs for a in pair]
-                         + ["Cushion, on ÷ off", "RMM, on ÷ off"], lines)
+    lines.append(["geometric mean", "", ""] + [show_fine(mean(column)) for column in columns])
+    return rows and grid([BY_STREAM] + [results.titles[off] for off, _ in levels]
+                         + [f"{results.titles[on]} ÷ off" for _, on in pairs], lines)
 
 
 def held_table(results):

@@ -14,24 +14,19 @@ constexpr std::uint64_t kMoment = 10'000'000;  // ns; more than an idle device t
 
 }  // namespace
 
-bool AsyncAllocator::note(CUresult result) noexcept {
-  context_.broke(result);
-  return result == CUDA_SUCCESS;
-}
-
 CUmemoryPool AsyncAllocator::prepare() noexcept {
   CUmemoryPool pool = pool_.load(std::memory_order_acquire);
   if (pool != nullptr || !context_.primary() || shared_.gate.may_be_open()) return pool;
   RelaxedCaptureMode relaxed(driver());
-  if (!note(driver().call(driver().cuDeviceGetDefaultMemPool, &pool, context_.device()))) return nullptr;
+  if (!context_.note(driver().call(driver().cuDeviceGetDefaultMemPool, &pool, context_.device()))) return nullptr;
   const Size& wanted = shared_.options->release_threshold;
   cuuint64_t threshold = 0;
-  if (note(driver().call(driver().cuMemPoolGetAttribute, pool, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
-                         static_cast<void*>(&threshold))) &&
+  if (context_.note(driver().call(driver().cuMemPoolGetAttribute, pool, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
+                                  static_cast<void*>(&threshold))) &&
       threshold == 0) {
     threshold = wanted.percent >= 100 ? UINT64_MAX : wanted.of(context_.device_bytes());
-    note(driver().call(driver().cuMemPoolSetAttribute, pool, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
-                       static_cast<void*>(&threshold)));
+    context_.note(driver().call(driver().cuMemPoolSetAttribute, pool, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
+                                static_cast<void*>(&threshold)));
   }
   pool_.store(pool, std::memory_order_release);
   return pool;
@@ -42,7 +37,7 @@ CUstream AsyncAllocator::open(std::atomic<CUstream>& slot, std::uint64_t generat
   if (stream != nullptr) return stream;
   stream = idle_again(generation);
   if (stream == nullptr &&
-      !note(driver().call(driver().cuStreamCreate, &stream, static_cast<unsigned>(CU_STREAM_NON_BLOCKING))))
+      !context_.note(driver().call(driver().cuStreamCreate, &stream, static_cast<unsigned>(CU_STREAM_NON_BLOCKING))))
     return nullptr;
   CUstream first = nullptr;
   {
@@ -65,7 +60,7 @@ CUstream AsyncAllocator::idle_again(std::uint64_t generation) noexcept {
   }
   const CUresult result = driver().call(driver().cuStreamQuery, stream);
   if (result == CUDA_SUCCESS) return stream;
-  if (result != CUDA_ERROR_NOT_READY) note(result);
+  if (result != CUDA_ERROR_NOT_READY) context_.note(result);
   leave(stream, generation);
   return nullptr;
 }
@@ -77,7 +72,7 @@ void AsyncAllocator::leave(CUstream stream, std::uint64_t generation) noexcept t
 }
 
 bool AsyncAllocator::allocate(std::uint64_t bytes, PoolBlock* out) noexcept {
-  if (!context_.primary() || !context_.serves() || bytes > context_.device_bytes() || shared_.gate.may_be_open() ||
+  if (!context_.primary() || !context_.may_submit() || bytes > context_.device_bytes() ||
       shared_.peers.load(std::memory_order_relaxed)) {
     return false;
   }
@@ -85,7 +80,7 @@ bool AsyncAllocator::allocate(std::uint64_t bytes, PoolBlock* out) noexcept {
   CurrentContext current(driver(), context_.handle());
   const std::uint64_t generation = events_.generation();
   const CUmemoryPool pool = prepare();
-  if (pool == nullptr || !note(current.result())) return false;
+  if (pool == nullptr || !context_.note(current.result())) return false;
   // A block is handed out only when there is a stream to free it on, and a spare for frees that have no fence.
   if (freeing_.load(std::memory_order_acquire) == nullptr) context_.take_spare();
   if (open(freeing_, generation) == nullptr) return false;
@@ -100,7 +95,7 @@ bool AsyncAllocator::allocate(std::uint64_t bytes, PoolBlock* out) noexcept {
     result = driver().call(driver().cuMemAllocFromPoolAsync, &base, static_cast<std::size_t>(bytes + alignment - kUnit),
                            pool, stream);
   }
-  if (generation != events_.generation() || !note(result)) return false;
+  if (generation != events_.generation() || !context_.note(result)) return false;
   const CUdeviceptr address = round_up(base, alignment);
   const bool fits = base % kUnit == 0;  // the driver promises less than cudaMalloc's callers rely on
   const bool ready = fits && make_ready(address, bytes, stream, generation);
@@ -127,20 +122,20 @@ void AsyncAllocator::give_back(CUstream stream, std::uint64_t generation) noexce
     unused.swap(unused_);
   }
   for (const CUdeviceptr base : unused) {
-    if (!note(driver().call(driver().cuMemFreeAsync, base, stream))) keep_unused(base, generation);
+    if (!context_.note(driver().call(driver().cuMemFreeAsync, base, stream))) keep_unused(base, generation);
   }
 }
 
 bool AsyncAllocator::make_ready(CUdeviceptr address, std::uint64_t bytes, CUstream stream,
                                 std::uint64_t generation) noexcept {
   if (shared_.options->init != InitMode::none &&
-      !note(driver().call(driver().cuMemsetD8Async, address, fill_byte(shared_.options->init),
-                          static_cast<std::size_t>(bytes), stream))) {
+      !context_.note(driver().call(driver().cuMemsetD8Async, address, fill_byte(shared_.options->init),
+                                   static_cast<std::size_t>(bytes), stream))) {
     return false;
   }
   const std::uint64_t filling = shared_.options->init != InitMode::none ? bytes : 0;  // ns: no device fills slower
   const CUresult result = completes(stream, std::max(kMoment, shared_.options->oom_wait.ns) + filling);
-  if (result != CUDA_ERROR_NOT_READY) return note(result);
+  if (result != CUDA_ERROR_NOT_READY) return context_.note(result);
   // It waits for another stream's work. The next allocations get a stream that does not, until this one is idle.
   CUstream stuck = stream;
   if (allocating_.compare_exchange_strong(stuck, nullptr, std::memory_order_acq_rel)) leave(stream, generation);
@@ -174,11 +169,11 @@ bool AsyncAllocator::order_after_all(CUstream stream) noexcept {
 }
 
 std::optional<CUresult> AsyncAllocator::free_in_order(CUdeviceptr base) noexcept {
-  if (!context_.primary() || !context_.serves() || shared_.gate.may_be_open()) return std::nullopt;
+  if (!context_.primary() || !context_.may_submit()) return std::nullopt;
   RelaxedCaptureMode relaxed(driver());
   CurrentContext current(driver(), context_.handle());
   const std::uint64_t generation = events_.generation();
-  const CUstream stream = note(current.result()) ? open(freeing_, generation) : nullptr;
+  const CUstream stream = context_.note(current.result()) ? open(freeing_, generation) : nullptr;
   if (stream == nullptr || !order_after_all(stream)) return std::nullopt;
   return free_on(stream, base, generation);
 }
@@ -186,7 +181,7 @@ std::optional<CUresult> AsyncAllocator::free_in_order(CUdeviceptr base) noexcept
 CUresult AsyncAllocator::free_on(CUstream stream, CUdeviceptr base, std::uint64_t generation) noexcept {
   if (generation != events_.generation()) return CUDA_SUCCESS;  // reset meanwhile: the block is gone
   const CUresult result = driver().call(driver().cuMemFreeAsync, base, stream);
-  note(result);
+  context_.note(result);
   return result;
 }
 
@@ -232,7 +227,7 @@ bool AsyncAllocator::settle(CUstream stream, std::uint64_t patience_ns) noexcept
     if (std::unique_lock alone(submitting_, std::try_to_lock); alone) {
       // An error is no answer: it is asked again, unless the context is broken.
       const CUresult result = driver().call(driver().cuStreamQuery, stream);
-      if (note(result) && note(driver().call(driver().cuStreamSynchronize, stream))) return true;
+      if (context_.note(result) && context_.note(driver().call(driver().cuStreamSynchronize, stream))) return true;
     }
     if (monotonic_ns() >= deadline || context_.broken() != CUDA_SUCCESS) return false;
     std::this_thread::yield();
@@ -254,7 +249,7 @@ std::uint64_t AsyncAllocator::figure(CUmemPool_attribute attribute) const noexce
 }
 
 std::uint64_t AsyncAllocator::unused() noexcept {
-  if (shared_.gate.may_be_open() || !context_.serves()) return 0;
+  if (!context_.may_submit()) return 0;
   RelaxedCaptureMode relaxed(driver());
   CurrentContext current(driver(), context_.handle());
   settle(0);
@@ -270,7 +265,7 @@ bool AsyncAllocator::trim_once() noexcept {
 }
 
 bool AsyncAllocator::trim(std::uint64_t patience_ns) noexcept {
-  if (shared_.gate.may_be_open() || !context_.serves()) return false;
+  if (!context_.may_submit()) return false;
   RelaxedCaptureMode relaxed(driver());
   CurrentContext current(driver(), context_.handle());
   give_back(freeing_.load(std::memory_order_acquire), events_.generation());

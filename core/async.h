@@ -87,7 +87,6 @@ class AsyncAllocator {
 
  private:
   const Driver& driver() const noexcept { return shared_.driver; }
-  bool note(CUresult result) noexcept;  // tells the context of a sticky error; true for success
   // The stream in `slot`; if there is none yet, one that was left and is idle again, or a new one. Null if the driver
   // refuses.
   CUstream open(std::atomic<CUstream>& slot, std::uint64_t generation) noexcept;

@@ -154,9 +154,8 @@ void Runtime::publish(ControlPage& page) noexcept {
 
 bool Runtime::mark(std::string_view name) noexcept {
   std::uint64_t live = 0;
-  shared_.for_each_context([&](const Context& context) { live += context.usage().requested.current(); });
-  for (int device = 0; device < kDevices; ++device)
-    live += shared_.from_driver_pool(device).current() + shared_.forwarded(device).current();
+  std::uint64_t held = 0;
+  use(live, held);
   return marks_.add(name, live);
 }
 

@@ -100,7 +100,7 @@ Context::Context(Shared& shared, CUcontext handle, CUdevice device, std::uint64_
         return *own_gauges_;
       }()),
       async_(shared, *this),
-      guard_(shared, *this),
+      guard_(shared, *this, guard_bytes_),
       quarantine_(shared, *this) {
   arenas_[0].store(new Arena(shared.map, *this, 0), std::memory_order_release);
   for (unsigned i = 0; i < kHostLanes; ++i) {
@@ -417,13 +417,15 @@ Context::Grant Context::search(Arena& arena, const Need& need, const Request& re
     grant = take_again(arena, need, request, by);
     if (!grant && own) grant = take(global(), need, request, by);
   }
-  if (grant || (why != CUDA_ERROR_OUT_OF_MEMORY && driver_has(need.size))) return grant;
+  if (grant) return grant;
 
   // A wait on the legacy stream would hold every blocking stream back, and what they do may be what is waited for.
   const bool may_wait = by.lane->is_stream() && !(is_legacy(request.stream->handle) &&
                                                   shared_.blocking_streams.load(std::memory_order_relaxed));
-  if (!grant && may_wait) grant = steal(arena, need, request, by);
-  if (!grant && may_wait && own) grant = steal(global(), need, request, by);
+  if (may_wait && (why == CUDA_ERROR_OUT_OF_MEMORY || !driver_has(need.size))) {
+    grant = steal(arena, need, request, by);
+    if (!grant && own) grant = steal(global(), need, request, by);
+  }
   if (grant || why != CUDA_ERROR_OUT_OF_MEMORY) return grant;
 
   // Out of memory. Wait for freed blocks only where they could help, and never while a capture is open.
@@ -656,6 +658,25 @@ bool Context::read_back(std::uint64_t address, void* to, std::uint64_t bytes) no
 
 // ---- free --------------------------------------------------------------------------------------------------------
 
+// The free of a claimed block, counted in the lane that was entered for it, which is left. keep() is called while the
+// lane is held. False: a reset meanwhile, and the block is gone.
+template <class Keep>
+[[gnu::always_inline]] inline bool Context::depart(const Found& freed, LaneRef by, Keep keep) {
+  if (freed.generation != freed.arena->generation()) {
+    by.lane->leave();
+    return false;
+  }
+  Block& block = *freed.block;
+  const Leaving leaving(block);
+  by.lane->tally.freed(block.live.requested, block.size);
+  block.set(BlockState::cached);  // and counted: if it is lost now, it is not counted as lost
+  keep();
+  by.lane->leave();
+  leaving.tell(shared_);
+  turn_to(*by.lane);
+  return true;
+}
+
 // By right nobody has the block just now but the free; the order in which it will be reused is the one to look in.
 bool Context::watch(const Found& freed, const StreamIdentity* stream, bool& clean) {
   if (freed.generation != freed.arena->generation()) return false;
@@ -678,17 +699,10 @@ bool Context::watch(const Found& freed, const StreamIdentity* stream, bool& clea
     if (filled == Quarantine::Filled::yes) held.filled.release();
     return true;
   }
-  if (freed.generation != freed.arena->generation()) {  // reset meanwhile: the block is gone
-    by.lane->leave();
+  if (!depart(freed, by, [] {})) {
     if (filled == Quarantine::Filled::yes) held.filled.release();
     return true;
   }
-  const Leaving leaving(block);
-  by.lane->tally.freed(block.live.requested, block.size);
-  block.set(BlockState::cached);
-  by.lane->leave();
-  leaving.tell(shared_);
-  turn_to(*by.lane);
   if (filled == Quarantine::Filled::yes) quarantine_.add(held);
   return true;
 }
@@ -716,21 +730,14 @@ inline void Context::give(const Found& freed, const StreamIdentity* stream, bool
 }
 
 inline void Context::give_now(const Found& freed, const StreamIdentity* stream, bool clean) {
-  Block& block = *freed.block;
   const LaneRef by = enter_lane(stream);
-  if (freed.generation != freed.arena->generation()) {  // reset meanwhile: the block is gone
-    by.lane->leave();
-    return;
-  }
-  Magazine& magazine = by.lane->magazine;
-  const std::uint64_t stamp = clean ? 0 : fences_.now();
-  const Leaving leaving(block);
-  by.lane->tally.freed(block.live.requested, block.size);
-  block.set(BlockState::cached);  // and counted: if it is lost now, it is not counted as lost
-  const Magazine::Given given = magazine.give(&block, stamp, magazine_limit_);
-  by.lane->leave();
-  leaving.tell(shared_);
-  turn_to(*by.lane);
+  std::uint64_t stamp = 0;
+  Magazine::Given given{};
+  const bool ours = depart(freed, by, [&] {
+    if (!clean) stamp = fences_.now();
+    given = by.lane->magazine.give(freed.block, stamp, magazine_limit_);
+  });
+  if (!ours) return;
   if (given != Magazine::Given::kept) give_to_arena(freed, by, stamp, given, stream == nullptr);
 }
 
@@ -877,15 +884,11 @@ CUresult Context::free_evented(const Found& found, const StreamIdentity& stream,
   }
   if (result == CUDA_SUCCESS) {
     const LaneRef by = enter_lane(foreign ? nullptr : &stream);
-    const std::uint64_t stamp = foreign ? 0 : fences_.now();
-    const bool lost = found.generation != arena.generation();
-    const Leaving leaving(*found.block);
-    if (!lost) by.lane->tally.freed(found.block->live.requested, found.block->size);
-    if (!lost) found.block->set(BlockState::cached);
-    by.lane->leave();
-    if (lost) return CUDA_SUCCESS;
-    leaving.tell(shared_);
-    turn_to(*by.lane);
+    std::uint64_t stamp = 0;
+    const bool ours = depart(found, by, [&] {
+      if (!foreign) stamp = fences_.now();
+    });
+    if (!ours) return CUDA_SUCCESS;
     std::lock_guard lock(arena.mutex);
     if (found.generation != arena.generation()) return CUDA_SUCCESS;
     if (arena.evented.size() < arena.evented.capacity()) {

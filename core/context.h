@@ -151,7 +151,9 @@ class Context {
   bool alive() const noexcept { return alive_.load(std::memory_order_acquire); }
   void revive() noexcept { alive_.store(true, std::memory_order_release); }
 
-  void broke(CUresult sticky) noexcept { note(sticky); }
+  bool note(CUresult result) noexcept;  // remembers a sticky error; true for success
+  // Whether work of Cushion's own may be put on streams now.
+  bool may_submit() const noexcept { return serves() && !shared_.gate.may_be_open(); }
 
   // Brings the gauges up to date: what the lanes have not told them yet.
   void settle() noexcept;
@@ -188,7 +190,6 @@ class Context {
 
   const Driver& driver() const noexcept { return shared_.driver; }
   const Options& options() const noexcept { return *shared_.options; }
-  bool note(CUresult result) noexcept;  // remembers a sticky error; true for success
 
   // ---- lanes
   LaneRef lane_of(const StreamIdentity* stream) noexcept;  // as remembered: to be entered
@@ -237,6 +238,8 @@ class Context {
   // ---- free
   // Gives a claimed block back: into its lane's magazine, else to its arena. `stream`: null for cudaFree.
   void give(const Found& freed, const StreamIdentity* stream, bool clean);
+  template <class Keep>
+  bool depart(const Found& freed, LaneRef by, Keep keep);
   void give_now(const Found& freed, const StreamIdentity* stream, bool clean);  // without a look at it
   // What a free looks at and does besides. True: the block is held back. `clean` is false afterwards where a fill may
   // still be under way.

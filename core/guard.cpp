@@ -18,19 +18,9 @@ constexpr std::size_t kReady = 64;                              // guards, unles
 
 }  // namespace
 
-Guard::Guard(Shared& shared, Context& context) noexcept
-    : shared_(shared), context_(context), bytes_(std::min(shared.options->guard.of(context.device_bytes()), kMost)) {}
-
-bool Guard::note(CUresult result) noexcept {
-  context_.broke(result);
-  return result == CUDA_SUCCESS;
-}
-
-bool Guard::works() const noexcept { return context_.serves() && !shared_.gate.may_be_open(); }
-
 FenceEvent Guard::record(CUstream stream) noexcept {
   FenceEvent event{&events_, events_.generation(), events_.take(driver(), context_.handle())};
-  if (event.event != nullptr && !note(context_.on_stream(stream, [&](CUstream s) {
+  if (event.event != nullptr && !context_.note(context_.on_stream(stream, [&](CUstream s) {
         return driver().call(driver().cuEventRecord, event.event, s);
       }))) {
     event.release();
@@ -52,7 +42,7 @@ bool Guard::set(std::uint64_t address, std::uint64_t requested, const StreamIden
   Filled filled;
   if (take(address, filled) && filled.event.event != nullptr) filled.event.release();  // of a reset context
   filled = {};
-  if (!works()) return true;
+  if (!context_.may_submit()) return true;
   const std::uint64_t generation = events_.generation();
   pin_more();
   RelaxedCaptureMode relaxed(driver());
@@ -61,12 +51,12 @@ bool Guard::set(std::uint64_t address, std::uint64_t requested, const StreamIden
     return driver().call(driver().cuMemsetD8Async, address + requested, kPattern, static_cast<std::size_t>(bytes_), s);
   };
   if (stream != nullptr) {
-    if (!note(context_.on_stream(stream->handle, fill))) return true;
+    if (!context_.note(context_.on_stream(stream->handle, fill))) return true;
     filled = {stream->id, record(stream->handle)};
   } else {
     CUstream own = context_.own_stream(Context::Own::fill);
-    if (own == nullptr || !note(fill(own))) return true;
-    if (!note(driver().call(driver().cuStreamSynchronize, own))) return false;
+    if (own == nullptr || !context_.note(fill(own))) return true;
+    if (!context_.note(driver().call(driver().cuStreamSynchronize, own))) return false;
   }
   try {
     std::lock_guard lock(mutex_);
@@ -88,7 +78,7 @@ void Guard::check(const FreedBlock& block, const StreamIdentity* stream, bool wa
   Filled filled;
   if (!take(block.address, filled)) return;
   bool looked = false;
-  if (works()) {
+  if (context_.may_submit()) {
     poll();
     RelaxedCaptureMode relaxed(driver());
     CurrentContext current(driver(), context_.handle());
@@ -123,14 +113,14 @@ bool Guard::copy(const FreedBlock& block, const StreamIdentity* stream, const Fi
   if (stream == nullptr && (on == nullptr || !context_.order_after_all(on))) return false;
   if (stream != nullptr && filled.stream != 0 && filled.stream != stream->id) {
     if (filled.event.event == nullptr || filled.event.generation != generation ||
-        !note(context_.on_stream(
+        !context_.note(context_.on_stream(
             on, [&](CUstream s) { return driver().call(driver().cuStreamWaitEvent, s, filled.event.event, 0u); })))
       return false;
   }
   Copied copied{0, pinned(), {}, block};
   if (copied.bytes == nullptr) return false;
   copied.block.freed = shared_.stacks.take(0);
-  const bool issued = note(context_.on_stream(on, [&](CUstream s) {
+  const bool issued = context_.note(context_.on_stream(on, [&](CUstream s) {
     return driver().call(driver().cuMemcpyDtoHAsync_v2, static_cast<void*>(copied.bytes), block.address + block.bytes,
                          static_cast<std::size_t>(bytes_), s);
   }));
@@ -169,9 +159,9 @@ void Guard::pin_more() noexcept try {
   RelaxedCaptureMode relaxed(driver());
   CurrentContext current(driver(), context_.handle());
   auto* pages = static_cast<unsigned char*>(map_pages(piece));
-  if (pages == nullptr || !note(current.result()) ||
-      !note(driver().call(driver().cuMemHostRegister_v2, static_cast<void*>(pages), static_cast<std::size_t>(piece),
-                          0u))) {
+  if (pages == nullptr || !context_.note(current.result()) ||
+      !context_.note(driver().call(driver().cuMemHostRegister_v2, static_cast<void*>(pages),
+                                   static_cast<std::size_t>(piece), 0u))) {
     if (pages != nullptr) munmap(pages, piece);
     return;  // and not asked again: pinned_bytes_ has counted it
   }
@@ -231,7 +221,7 @@ void Guard::poll() noexcept try {
     }
   }
   for (const Asked& one : asked) {
-    if (one.answer != CUDA_ERROR_NOT_READY) note(one.answer);
+    if (one.answer != CUDA_ERROR_NOT_READY) context_.note(one.answer);
   }
   tell(found);
 } catch (...) {  // no host memory

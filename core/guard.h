@@ -45,9 +45,8 @@ class Guard {
   static constexpr unsigned char kPattern = 0xFD;
   static constexpr std::uint64_t kMost = std::uint64_t{1} << 20;  // bytes
 
-  Guard(Shared& shared, Context& context) noexcept;
-
-  std::uint64_t bytes() const noexcept { return bytes_; }  // 0: off
+  Guard(Shared& shared, Context& context, std::uint64_t bytes) noexcept
+      : shared_(shared), context_(context), bytes_(bytes) {}
 
   // Fills the guard of a block of `requested` bytes on its stream (null: now). False: the block must not be handed out,
   // because a fill may still be under way that nothing orders.
@@ -76,8 +75,6 @@ class Guard {
   };
 
   const Driver& driver() const noexcept { return shared_.driver; }
-  bool note(CUresult result) noexcept;  // tells the context of a sticky error; true for success
-  bool works() const noexcept;
   bool take(std::uint64_t address, Filled& filled) noexcept;
   FenceEvent record(CUstream stream) noexcept;
   bool look_now(const FreedBlock& block) noexcept;

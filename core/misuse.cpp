@@ -8,7 +8,7 @@
 #include <string>
 
 #include "core/output.h"
-#include "core/utf8.h"
+#include "core/stack_text.h"
 
 namespace cushion {
 namespace {
@@ -20,20 +20,16 @@ class Text {
   void print(fmt::string_view format, const Args&... args) {
     text_ += fmt::vformat(format, fmt::make_format_args(args...));
   }
-  // As the report prints it.
+  void raw(std::string_view text) { text_ += text; }
   void stack(const Stacks& stacks, std::uint32_t id, std::string_view what) {
     if (id == 0) return;
-    const Stacks::Stack& stack = stacks[id];
-    constexpr std::uint32_t kMost = 12;
     print("  {}\n", what);
-    for (std::uint32_t i = 0; i < std::min(stack.depth, kMost); ++i) {
-      const Stacks::Named call = stacks.named(stack.frames[i], true);
-      text_ += "    ";
-      if (*call.function != '\0') print("{} in ", Printable<160>(call.function).view());
-      text_ += Printable<200>(call.file).view();
-      call.line != 0 ? print(":{}\n", call.line) : print("+{:#x}\n", call.offset);
-    }
-    if (stack.depth > kMost) print("    and {} more calls\n", stack.depth - kMost);
+    print_stack(*this, stacks, id, "    ", true);
+  }
+  // Of a block that was found damaged.
+  void stacks_of(const Stacks& stacks, const FreedBlock& block) {
+    stack(stacks, block.allocated, "the block was allocated from");
+    stack(stacks, block.freed, block.allocated != 0 ? "and freed from" : "the block was freed from");
   }
   void write() const noexcept { write_all(STDERR_FILENO, text_); }
 
@@ -102,8 +98,7 @@ void Misuse::overwritten_guard(const Stacks& stacks, const Overwritten& found, s
       "cushion: overwritten behind a block of {} bytes at {:#x}: {} of {} guard bytes, the first {} bytes behind "
       "its end\n",
       found.block.bytes, found.block.address, found.count, guard, found.first);
-  text.stack(stacks, found.block.allocated, "the block was allocated from");
-  text.stack(stacks, found.block.freed, found.block.allocated != 0 ? "and freed from" : "the block was freed from");
+  text.stacks_of(stacks, found.block);
   text.write();
 } catch (...) {  // no host memory for the words
 }
@@ -112,8 +107,7 @@ void Misuse::written_after_free(const Stacks& stacks, const Overwritten& found) 
   Text text;
   text.print("cushion: written to after its free, a block of {} bytes at {:#x}: {} bytes, the first at offset {}\n",
              found.block.bytes, found.block.address, found.count, found.first);
-  text.stack(stacks, found.block.allocated, "the block was allocated from");
-  text.stack(stacks, found.block.freed, found.block.allocated != 0 ? "and freed from" : "the block was freed from");
+  text.stacks_of(stacks, found.block);
   text.write();
 } catch (...) {  // no host memory for the words
 }

@@ -10,31 +10,24 @@ namespace cushion {
 Quarantine::Quarantine(Shared& shared, Context& context) noexcept
     : shared_(shared), context_(context), most_(shared.options->quarantine.of(context.device_bytes())) {}
 
-bool Quarantine::note(CUresult result) noexcept {
-  context_.broke(result);
-  return result == CUDA_SUCCESS;
-}
-
-bool Quarantine::works() const noexcept { return context_.serves() && !shared_.gate.may_be_open(); }
-
 std::uint64_t Quarantine::bytes() const noexcept {
   std::lock_guard lock(mutex_);
   return bytes_;
 }
 
 Quarantine::Filled Quarantine::fill(Held& held, const StreamIdentity* stream, bool waited) noexcept {
-  if (!works()) return Filled::no;
+  if (!context_.may_submit()) return Filled::no;
   RelaxedCaptureMode relaxed(driver());
   CurrentContext current(driver(), context_.handle());
   held.filled = {&events_, events_.generation(), events_.take(driver(), context_.handle())};
   if (held.filled.event == nullptr) return Filled::no;
   const auto on_stream = [&](CUstream on) {
-    if (!note(context_.on_stream(on, [&](CUstream s) {
+    if (!context_.note(context_.on_stream(on, [&](CUstream s) {
           return driver().call(driver().cuMemsetD8Async, CUdeviceptr{held.freed.address}, kPattern,
                                static_cast<std::size_t>(held.size), s);
         })))
       return Filled::no;
-    return note(context_.on_stream(
+    return context_.note(context_.on_stream(
                on, [&](CUstream s) { return driver().call(driver().cuEventRecord, held.filled.event, s); }))
                ? Filled::yes
                : Filled::unordered;
@@ -50,7 +43,7 @@ Quarantine::Filled Quarantine::fill(Held& held, const StreamIdentity* stream, bo
       filled = on_stream(own);
     // What is short of memory next need not wait for it then. And without fences of the context only the program's
     // streams are asked whether they are complete.
-    if (waited && filled != Filled::no && !note(driver().call(driver().cuStreamSynchronize, own)))
+    if (waited && filled != Filled::no && !context_.note(driver().call(driver().cuStreamSynchronize, own)))
       filled = Filled::lost;
   }
   if (filled != Filled::yes) held.filled.release();
@@ -85,10 +78,10 @@ bool Quarantine::let_go(std::uint64_t keep, std::uint64_t most_unlooked) noexcep
       bytes_ -= held.size;
     }
     CUresult filled = CUDA_ERROR_NOT_READY;
-    if (works()) {
+    if (context_.may_submit()) {
       RelaxedCaptureMode relaxed(driver());
       filled = held.filled.query(driver());
-      if (filled != CUDA_ERROR_NOT_READY) note(filled);
+      if (filled != CUDA_ERROR_NOT_READY) context_.note(filled);
     }
     if (filled != CUDA_SUCCESS && all <= most_unlooked) {
       try {
@@ -113,7 +106,7 @@ bool Quarantine::look(const Held& held) noexcept try {
   for (std::uint64_t at = 0; at < held.size; at += kPiece) {
     const std::uint64_t piece = std::min(kPiece, held.size - at);
     // A reset meanwhile: these may be another's bytes.
-    const auto ours = [&] { return works() && held.generation == held.arena->generation(); };
+    const auto ours = [&] { return context_.may_submit() && held.generation == held.arena->generation(); };
     if (!ours() || !context_.read_back(held.freed.address + at, seen.data(), piece) || !ours()) return false;
     found.differs(seen.data(), piece, kPattern, at);
   }

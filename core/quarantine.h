@@ -71,8 +71,6 @@ class Quarantine {
 
  private:
   const Driver& driver() const noexcept { return shared_.driver; }
-  bool note(CUresult result) noexcept;  // tells the context of a sticky error; true for success
-  bool works() const noexcept;
   bool let_go(std::uint64_t keep, std::uint64_t most_unlooked) noexcept;  // whether any went
   bool look(const Held& held) noexcept;
   void release(Held& held) noexcept;

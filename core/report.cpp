@@ -11,6 +11,7 @@
 #include "core/device_bytes.h"
 #include "core/out.h"
 #include "core/runtime.h"
+#include "core/stack_text.h"
 #include "core/totals.h"
 #include "core/whole_file.h"
 
@@ -50,10 +51,9 @@ class LiveList {
           all;
     complete_ = all && size_ < capacity_;
     merge();
-    const Suppressions& suppressions = runtime.program().suppressions;
-    for (std::size_t i = 0; i < size_; ++i)
-      groups_[i].suppressed =
-          suppressions.covers(runtime.shared().stacks, groups_[i].stack, patience != Patience::none);
+    suppress(runtime, patience);
+    std::sort(groups_, groups_ + size_,
+              [](const LiveGroup& a, const LiveGroup& b) { return a.size * a.count > b.size * b.count; });
   }
   ~LiveList() {
     if (groups_ != nullptr) munmap(groups_, capacity_ * sizeof(LiveGroup));
@@ -96,8 +96,16 @@ class LiveList {
       }
     }
     size_ = kept;
-    std::sort(groups_, groups_ + size_,
-              [](const LiveGroup& a, const LiveGroup& b) { return a.size * a.count > b.size * b.count; });
+  }
+  // While they lie by key: groups of one stack follow each other, and it is asked once.
+  void suppress(Runtime& runtime, Patience patience) noexcept {
+    const Suppressions& suppressions = runtime.program().suppressions;
+    for (std::size_t i = 0; i < size_; ++i) {
+      groups_[i].suppressed =
+          i != 0 && groups_[i - 1].stack == groups_[i].stack
+              ? groups_[i - 1].suppressed
+              : suppressions.covers(runtime.shared().stacks, groups_[i].stack, patience != Patience::none);
+    }
   }
 
   LiveGroup* groups_ = nullptr;
@@ -129,10 +137,10 @@ class Writer {
         how_(how),
         now_(ClockPair::now()),
         tick_(program_.loaded.clock, now_),
-        live_(runtime, patience),
         out_(out) {}
 
   void json() noexcept {
+    const LiveList live(runtime_, patience_);
     out_.raw("{\n  \"schema\": \"cushion-report\",\n  \"version\": 1,\n  \"program\": {\"name\": ");
     out_.quoted(program_.name);
     out_.raw(", \"command\": ");
@@ -205,9 +213,9 @@ class Writer {
     frames();
     stacks();
     if (const char* order = single_order()) out_.print("  \"single_order_ended_by\": \"{}\",\n", order);
-    out_.print("  \"live_complete\": {},\n  \"live\": [", live_.complete());
+    out_.print("  \"live_complete\": {},\n  \"live\": [", live.complete());
     comma = "\n";
-    for (const LiveGroup& g : live_) {
+    for (const LiveGroup& g : live) {
       out_.print(
           "{}    {{\"size\": {}, \"count\": {}, \"api\": \"{}\", \"served_by\": \"{}\", \"device\": {}, \"stream\": ",
           comma, g.size, g.count, kApiNames[static_cast<int>(g.api)], g.foreign ? "driver" : "pool", g.device);
@@ -229,6 +237,7 @@ class Writer {
   }
 
   void text() noexcept {
+    const LiveList live(runtime_, patience_);
     out_.print("cushion: {} (pid {}) {}{} after {:.3f} s\n", std::string_view(program_.name).substr(0, 200),
                program_.pid, how_ == kRunning ? "" : "ended by ", how_, duration());
     for (const NamedMoment& mark : runtime_.marks()) {
@@ -262,7 +271,7 @@ class Writer {
     std::uint64_t bytes = 0;
     std::uint64_t suppressed = 0;
     std::size_t groups = 0;
-    for (const LiveGroup& g : live_) {
+    for (const LiveGroup& g : live) {
       if (g.suppressed != nullptr) {
         suppressed += g.count;
         continue;
@@ -272,7 +281,7 @@ class Writer {
       bytes += g.count * g.size;
     }
     if (suppressed != 0) out_.print("  live    {} blocks suppressed\n", suppressed);
-    if (!live_.complete()) {
+    if (!live.complete()) {
       out_.raw("  live    unknown in part: the process ended inside Cushion\n");
     } else if (blocks == 0) {
       out_.raw(suppressed == 0 ? "  live    nothing: every block was freed\n" : "  live    nothing else\n");
@@ -283,7 +292,7 @@ class Writer {
     out_.print(" requested and {}\n", how_ == kRunning ? "not freed yet" : "never freed");
     constexpr std::size_t kMost = 20;
     std::size_t shown = 0;
-    for (const LiveGroup& g : live_) {
+    for (const LiveGroup& g : live) {
       if (g.suppressed != nullptr) continue;
       if (++shown > kMost) break;
       out_.print("          {:>8} x ", g.count);
@@ -408,7 +417,7 @@ class Writer {
     }
     out_.raw("\n  ],\n");
   }
-  // bucket(i): from, below, count; below 0: no end.
+  // bucket(i): from, below, count.
   template <class Bucket>
   void histogram(const char* key, int buckets, Bucket bucket) noexcept {
     const char* comma = "\n";
@@ -519,22 +528,11 @@ class Writer {
     if (last == 0) out_.raw("  CUSHION_TRACK=stacks, or sampled, says from where most is live\n");
   }
 
-  // A call stack for a person who has nothing but this text: what the dynamic linker knows of names, unless this is a
-  // signal handler, which may not ask it. `cushion report` names functions, files and lines.
   void print_stack(std::uint32_t id, std::string_view indent) noexcept {
-    const Stacks::Stack& stack = stacks_[id];
-    constexpr std::uint32_t kMost = 12;
-    for (std::uint32_t i = 0; i < std::min(stack.depth, kMost); ++i) {
-      const Stacks::Named call = stacks_.named(stack.frames[i], patience_ != Patience::none);
-      out_.raw(indent);
-      if (*call.function != '\0') out_.print("{} in ", Printable<160>(call.function).view());
-      out_.raw(Printable<200>(call.file).view());
-      call.line != 0 ? out_.print(":{}\n", call.line) : out_.print("+0x{:x}\n", call.offset);
-    }
-    if (stack.depth > kMost) out_.print("{}and {} more calls\n", indent, stack.depth - kMost);
+    cushion::print_stack(out_, stacks_, id, indent, patience_ != Patience::none);
   }
 
-  const Runtime& runtime_;
+  Runtime& runtime_;
   Shared& shared_;
   const Stacks& stacks_;
   const Patience patience_;
@@ -543,7 +541,6 @@ class Writer {
   const char* how_;
   ClockPair now_;
   TickLength tick_;
-  LiveList live_;
   Out& out_;
 };
 

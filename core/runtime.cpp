@@ -301,19 +301,22 @@ inline bool Runtime::serve(Context& context, const Request& request, CUdeviceptr
   return true;
 }
 
-void Runtime::add_to_timeline(std::uint64_t tick) noexcept {
-  timeline_.add(tick, [&](std::uint64_t& live, std::uint64_t& held) {
-    shared_.for_each_context([&](const Context& context) {
-      const Usage usage = context.usage();
-      live += usage.requested.current();
-      held += usage.held.current();
-    });
-    for (int device = 0; device < kDevices; ++device) {
-      const std::uint64_t forwarded = shared_.forwarded(device).current() + shared_.from_driver_pool(device).current();
-      live += forwarded;
-      held += forwarded;
-    }
+void Runtime::use(std::uint64_t& live, std::uint64_t& held) noexcept {
+  live = held = 0;
+  shared_.for_each_context([&](const Context& context) {
+    const Usage usage = context.usage();
+    live += usage.requested.current();
+    held += usage.held.current();
   });
+  for (int device = 0; device < kDevices; ++device) {
+    const std::uint64_t of_driver = shared_.forwarded(device).current() + shared_.from_driver_pool(device).current();
+    live += of_driver;
+    held += of_driver;
+  }
+}
+
+void Runtime::add_to_timeline(std::uint64_t tick) noexcept {
+  timeline_.add(tick, [&](std::uint64_t& live, std::uint64_t& held) { use(live, held); });
 }
 
 Note Runtime::note_now(std::uint64_t bytes) noexcept {
@@ -667,7 +670,7 @@ void Runtime::failed(CUresult result) noexcept {
   CUcontext handle = nullptr;
   InsideDriver inside;
   if (!is_sticky(result) || shared_.driver.cuCtxGetCurrent(&handle) != CUDA_SUCCESS) return;
-  if (Context* context = find_context(handle)) context->broke(result);
+  if (Context* context = find_context(handle)) context->note(result);
 }
 
 void Runtime::ended(CUcontext handle) noexcept try {

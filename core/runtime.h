@@ -205,6 +205,8 @@ class Runtime {
   Note note(std::uint64_t bytes) noexcept { return shared_.tracks() ? note_now(bytes) : Note{}; }
   Note note_now(std::uint64_t bytes) noexcept;
   [[gnu::noinline]] void add_to_timeline(std::uint64_t tick) noexcept;
+  // Bytes that the program has, and that are held from the driver for it; all devices.
+  void use(std::uint64_t& live, std::uint64_t& held) noexcept;
   // A block whose note has a stack came, and left.
   void came(const Note& note, CUdeviceptr address, std::uint64_t bytes) noexcept {
     if (note.stack != 0) [[unlikely]]

@@ -40,6 +40,7 @@ setting native CUSHION_DISABLE=
 setting cushion LD_PRELOAD="$build/libcushion.so"
 setting deferred LD_PRELOAD="$build/libcushion.so" CUSHION_FREE=deferred
 setting auto LD_PRELOAD="$build/libcushion.so" CUSHION_FREE=auto
+setting stacks LD_PRELOAD="$build/libcushion.so" CUSHION_TRACK=stacks
 setting arena LD_PRELOAD="$build/libcushion.so" CUSHION_ALLOCATOR=arena
 setting binning LD_PRELOAD="$build/libcushion.so" CUSHION_ALLOCATOR=binning
 setting async LD_PRELOAD="$build/libcushion.so" CUSHION_ALLOCATOR=async

@@ -1,0 +1,33 @@
+"""A training loop in PyTorch that leaks a tensor at each step, as a C extension does that forgets a reference. Each
+tensor is an allocation of its own (PYTORCH_NO_CUDA_MEMORY_CACHING=1)."""
+
+import ctypes
+import os
+import sys
+
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+try:
+    import torch
+except ImportError as error:
+    print(f"SKIP: {error}")
+    sys.exit(77)
+if not torch.cuda.is_available():
+    print("SKIP: this PyTorch sees no GPU")
+    sys.exit(77)
+
+
+class Statistics:
+    def remember(self, loss):
+        kept = torch.empty(3_000_001, dtype=torch.uint8, device=loss.device)  # LEAK Statistics.remember
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+
+def train(model, statistics):
+    for _ in range(4):
+        loss = model(torch.ones(64, 256, device="cuda")).square().mean()
+        loss.backward()
+        statistics.remember(loss)  # LEAK train
+
+
+train(torch.nn.Linear(256, 256).to("cuda"), Statistics())  # LEAK <module>
+print("trained")
