@@ -29,7 +29,7 @@ constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t power) noexc
 
 // What was noted of an allocation when it was made (track.h); zeros: nothing.
 struct Note {
-  std::uint64_t time = 0;  // ticks
+  std::uint64_t time = 0;  // on the monotonic clock, ns; without a stack up to 10 ms early
   std::uint32_t thread = 0;
   std::uint32_t stack = 0;  // its id (stacks.h)
 };
@@ -83,7 +83,7 @@ struct Block {
   };
   struct Live {
     Relaxed<std::uint64_t> requested;  // bytes the program asked for
-    Relaxed<std::uint64_t> time;       // ticks at allocation; 0: allocated while tracking was off
+    Relaxed<std::uint64_t> time;       // as Note::time; 0: allocated while tracking was off
     Relaxed<std::uint32_t> thread;
     Relaxed<std::uint32_t> stream;  // low half of the stream's id; 0: host-ordered
   };

@@ -59,7 +59,7 @@ struct Leaving {
       tell_now(shared);
   }
   [[gnu::noinline]] void tell_now(Shared& shared) const noexcept {
-    shared.stacks.freed(stack, address, bytes, ticks() - time);
+    shared.stacks.freed(stack, address, bytes, monotonic_ns() - time);
     if (shared.page->level() == TrackLevel::stacks)
       shared.misuse.remember({address, bytes, stack, shared.stacks.take(0)});
   }
@@ -1396,7 +1396,7 @@ void Context::discard() {
       count(shared_.counters.reset_blocks);
       count(shared_.counters.reset_bytes, block.requested);
       if (block.note.stack != 0)
-        shared_.stacks.freed(block.note.stack, block.address, block.requested, ticks() - block.note.time);
+        shared_.stacks.freed(block.note.stack, block.address, block.requested, monotonic_ns() - block.note.time);
       gauges_.requested.subtract(block.requested);
       gauges_.handed_out.subtract(block.size);
     });

@@ -23,7 +23,7 @@ namespace {
 struct LiveGroup {
   std::uint64_t size = 0;
   std::uint64_t count = 0;
-  std::uint64_t oldest = 0;  // ticks; 0: allocated while tracking was off, as all of the group
+  std::uint64_t oldest = 0;  // as Note::time; 0: allocated while tracking was off, as all of the group
   std::uint32_t stream = 0;  // 0: host-ordered
   std::uint32_t thread = 0;  // 0: unknown
   std::uint32_t stack = 0;   // its id (stacks.h)
@@ -227,7 +227,7 @@ class Writer {
         out_.quoted(g.suppressed);
       }
       if (g.oldest != 0) {
-        out_.print(", \"oldest_age_s\": {:.6f}}}", tick_.seconds(now_.tick - g.oldest));
+        out_.print(", \"oldest_age_s\": {:.6f}}}", age(g.oldest));
       } else {
         out_.raw(", \"oldest_age_s\": null}");
       }
@@ -300,7 +300,7 @@ class Writer {
       out_.print("  {:<16} device {}  stream ", kApiNames[static_cast<int>(g.api)], g.device);
       print_stream(g, "-", "");
       if (g.oldest != 0) {
-        out_.print("  oldest {:.3f} s", tick_.seconds(now_.tick - g.oldest));
+        out_.print("  oldest {:.3f} s", age(g.oldest));
       } else {
         out_.raw("  allocated while tracking was off");
       }
@@ -399,7 +399,7 @@ class Writer {
     const double all = static_cast<double>(f.bytes);
     return all != 0 ? f.squares / (all * all) : 0;
   }
-  double age(std::uint64_t tick) const noexcept { return tick < now_.tick ? tick_.seconds(now_.tick - tick) : 0; }
+  double age(std::uint64_t ns) const noexcept { return ns < now_.ns ? static_cast<double>(now_.ns - ns) * 1e-9 : 0; }
 
   void timeline() noexcept {
     const TimeLine& line = runtime_.timeline();
@@ -408,10 +408,10 @@ class Writer {
     const char* comma = "\n";
     std::uint64_t last = 0;
     for (std::size_t i = 0; i < line.size(); ++i) {
-      const std::uint64_t tick = line[i].tick;
-      if (tick <= last) continue;
-      last = tick;
-      out_.print("{}    {{\"time_s\": {:.6f}, \"live\": {}, \"held\": {}}}", comma, duration() - age(tick),
+      const std::uint64_t ns = line[i].ns;
+      if (ns <= last) continue;
+      last = ns;
+      out_.print("{}    {{\"time_s\": {:.6f}, \"live\": {}, \"held\": {}}}", comma, std::max(duration() - age(ns), 0.0),
                  std::uint64_t{line[i].live}, std::uint64_t{line[i].held});
       comma = ",\n";
     }
@@ -441,8 +441,7 @@ class Writer {
     };
     histogram("size_histogram", kSizes, [&](int i) { return Bucket{power(i), power(i + 1), counters_.sizes[i]}; });
     histogram("lifetime_histogram", static_cast<int>(Stacks::kAges), [&](int i) {
-      const double tick = tick_.seconds(std::uint64_t{1} << 32) * 0x1p-32;
-      return Bucket{power(i) * tick, power(i + 1) * tick, whole(stacks_.ages()[static_cast<std::size_t>(i)])};
+      return Bucket{power(i) * 1e-9, power(i + 1) * 1e-9, whole(stacks_.ages()[static_cast<std::size_t>(i)])};
     });
   }
   static std::uint64_t whole(std::uint64_t count) noexcept { return (count + Stacks::kOne / 2) / Stacks::kOne; }

@@ -86,7 +86,7 @@ bool Runtime::start(const char* const* environment, const char* program, const L
   if (const std::string error = about->suppressions.read(read.options.suppressions); !error.empty())
     log::complain("CUSHION_SUPPRESSIONS: cannot read " + read.options.suppressions + ": " + error);
   shared_.noticeable_wait = TickLength(loaded.clock, ClockPair::now()).ticks_in(10e-6);
-  timeline_.configure(10 * shared_.noticeable_wait);  // 100 µs
+  timeline_.configure(100'000);
   about->options = describe(read.options);
   program_ = about;
   events_ = new std::unordered_map<CUevent, Known>;
@@ -315,17 +315,18 @@ void Runtime::use(std::uint64_t& live, std::uint64_t& held) noexcept {
   }
 }
 
-void Runtime::add_to_timeline(std::uint64_t tick) noexcept {
-  timeline_.add(tick, [&](std::uint64_t& live, std::uint64_t& held) { use(live, held); });
+void Runtime::add_to_timeline(std::uint64_t ns) noexcept {
+  timeline_.add(ns, [&](std::uint64_t& live, std::uint64_t& held) { use(live, held); });
 }
 
 Note Runtime::note_now(std::uint64_t bytes) noexcept {
-  Note note{ticks(), static_cast<std::uint32_t>(thread_id()), 0};
+  Note note{0, static_cast<std::uint32_t>(thread_id()), 0};
   const Tracking tracking = shared_.page->tracking();
-  if (timeline_.due(note.time)) [[unlikely]]
-    add_to_timeline(note.time);
   if (tracking.level == TrackLevel::stacks) note.stack = shared_.stacks.take(0);
   if (tracking.level == TrackLevel::sampled) note.stack = shared_.stacks.sample(bytes, tracking.interval);
+  note.time = note.stack != 0 ? monotonic_ns() : coarse_ns();  // where that costs little, blocks have exact lifetimes
+  if (timeline_.due(note.time)) [[unlikely]]
+    add_to_timeline(note.time);
   return note;
 }
 

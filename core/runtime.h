@@ -204,7 +204,7 @@ class Runtime {
   // What is noted of an allocation about to be made, as the level says.
   Note note(std::uint64_t bytes) noexcept { return shared_.tracks() ? note_now(bytes) : Note{}; }
   Note note_now(std::uint64_t bytes) noexcept;
-  [[gnu::noinline]] void add_to_timeline(std::uint64_t tick) noexcept;
+  [[gnu::noinline]] void add_to_timeline(std::uint64_t ns) noexcept;
   // Bytes that the program has, and that are held from the driver for it; all devices.
   void use(std::uint64_t& live, std::uint64_t& held) noexcept;
   // A block whose note has a stack came, and left.
@@ -214,7 +214,7 @@ class Runtime {
   }
   void left(const Note& note, CUdeviceptr address, std::uint64_t bytes) noexcept {
     if (note.stack != 0) [[unlikely]]
-      shared_.stacks.freed(note.stack, address, bytes, ticks() - note.time);
+      shared_.stacks.freed(note.stack, address, bytes, monotonic_ns() - note.time);
   }
 
   // These want foreign_mutex_.

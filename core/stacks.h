@@ -121,7 +121,7 @@ class Stacks {
   Named named(std::size_t frame, bool may_ask_linker) const noexcept;
   const Python& python() const noexcept { return python_; }
   std::uint64_t lost() const noexcept { return lost_.load(std::memory_order_relaxed); }
-  // How long blocks lived, of those with a stack: by the number of bits of their age in ticks, as Amount::count.
+  // How long blocks lived, of those with a stack: by the number of bits of their age in ns, as Amount::count.
   static constexpr std::size_t kAges = 65;
   const std::array<Relaxed<std::uint64_t>, kAges>& ages() const noexcept { return ages_; }
 

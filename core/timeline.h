@@ -21,29 +21,29 @@ class TimeLine {
   static constexpr std::size_t kMost = 2048;
 
   struct Point {
-    Relaxed<std::uint64_t> tick;
+    Relaxed<std::uint64_t> ns;  // on the monotonic clock
     Relaxed<std::uint64_t> live;
     Relaxed<std::uint64_t> held;
   };
 
-  // Ticks between two points, to begin with.
+  // Nanoseconds between two points, to begin with.
   void configure(std::uint64_t distance) noexcept { distance_ = distance != 0 ? distance : 1; }
-  bool due(std::uint64_t tick) const noexcept { return tick >= next_.load(std::memory_order_relaxed); }
+  bool due(std::uint64_t ns) const noexcept { return ns >= next_.load(std::memory_order_relaxed); }
   // usage(live, held) is asked for if the point is taken.
   template <class Usage>
-  void add(std::uint64_t tick, Usage usage) noexcept {
+  void add(std::uint64_t ns, Usage usage) noexcept {
     if (!lock_.try_lock()) return;
-    if (due(tick)) {
+    if (due(ns)) {
       std::uint64_t live = 0;
       std::uint64_t held = 0;
       usage(live, held);
       if (size() == kMost) thin();
       Point& point = points_[size()];
-      point.tick = tick;
+      point.ns = ns;
       point.live = live;
       point.held = held;
       size_.store(size() + 1, std::memory_order_release);  // who sees the count sees the points below it
-      next_.store(tick + distance_, std::memory_order_relaxed);
+      next_.store(ns + distance_, std::memory_order_relaxed);
     }
     lock_.unlock();
   }
@@ -54,7 +54,7 @@ class TimeLine {
  private:
   void thin() noexcept {
     for (std::size_t i = 1; i < kMost / 2; ++i) {
-      points_[i].tick = points_[2 * i].tick;
+      points_[i].ns = points_[2 * i].ns;
       points_[i].live = points_[2 * i].live;
       points_[i].held = points_[2 * i].held;
     }

@@ -22,7 +22,7 @@ enum class TrackLevel : std::uint8_t {
 inline constexpr std::string_view kTrackLevels[] = {"off", "on", "stacks", "sampled"};
 
 struct Tracking {
-  static constexpr std::uint64_t kInterval = std::uint64_t{2} << 20;  // unless one is given
+  static constexpr std::uint64_t kInterval = std::uint64_t{64} << 20;  // unless one is given; by measurement: README
 
   TrackLevel level = TrackLevel::off;
   std::uint64_t interval = 0;  // of sampled: bytes

@@ -189,7 +189,7 @@ TEST(Options, EveryLevelOfTrackingIsAWordOfItsOption) {
 }
 
 TEST(Options, ASampleHasItsSize) {
-  EXPECT_EQ(valid({"CUSHION_TRACK=sampled"}).track, (Tracking{TrackLevel::sampled, std::uint64_t{2} << 20}));
+  EXPECT_EQ(valid({"CUSHION_TRACK=sampled"}).track, (Tracking{TrackLevel::sampled, std::uint64_t{64} << 20}));
   EXPECT_EQ(valid({"CUSHION_TRACK=Sampled:512k"}).track, (Tracking{TrackLevel::sampled, std::uint64_t{512} << 10}));
   EXPECT_EQ(valid({"CUSHION_TRACK=sampled:1"}).track, (Tracking{TrackLevel::sampled, 1}));
   for (const char* bad : {"sampled:", "sampled:0", "sampled:x", "sampled:1%", "sampled:8388608TiB", "stacks:1",

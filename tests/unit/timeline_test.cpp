@@ -11,28 +11,28 @@ TEST(TimeLine, ThinsItselfAndStaysEven) {
   const auto line = std::make_unique<TimeLine>();
   line->configure(10);
   constexpr std::uint64_t kEnd = 1'000'000;
-  for (std::uint64_t tick = 1; tick <= kEnd; ++tick) {
-    if (line->due(tick)) line->add(tick, [&](std::uint64_t& live, std::uint64_t& held) { live = held = tick; });
+  for (std::uint64_t ns = 1; ns <= kEnd; ++ns) {
+    if (line->due(ns)) line->add(ns, [&](std::uint64_t& live, std::uint64_t& held) { live = held = ns; });
   }
   ASSERT_GT(line->size(), TimeLine::kMost / 4);
   ASSERT_LE(line->size(), TimeLine::kMost);
-  EXPECT_EQ((*line)[0].tick, 1u);
-  const std::uint64_t distance = (*line)[1].tick - (*line)[0].tick;
+  EXPECT_EQ((*line)[0].ns, 1u);
+  const std::uint64_t distance = (*line)[1].ns - (*line)[0].ns;
   for (std::size_t i = 1; i < line->size(); ++i) {
-    const std::uint64_t gap = (*line)[i].tick - (*line)[i - 1].tick;
+    const std::uint64_t gap = (*line)[i].ns - (*line)[i - 1].ns;
     EXPECT_LE(gap, 2 * distance);
-    EXPECT_EQ((*line)[i].live, (*line)[i].tick);
-    EXPECT_EQ((*line)[i].held, (*line)[i].tick);
+    EXPECT_EQ((*line)[i].live, (*line)[i].ns);
+    EXPECT_EQ((*line)[i].held, (*line)[i].ns);
   }
-  EXPECT_GE((*line)[line->size() - 1].tick, kEnd - 2 * distance);
+  EXPECT_GE((*line)[line->size() - 1].ns, kEnd - 2 * distance);
 }
 
 TEST(TimeLine, TakesNoPointBeforeItIsDue) {
   const auto line = std::make_unique<TimeLine>();
   line->configure(100);
   int asked = 0;
-  for (const std::uint64_t tick : {5, 6, 104, 105, 204, 205})
-    line->add(tick, [&](std::uint64_t&, std::uint64_t&) { ++asked; });
+  for (const std::uint64_t ns : {5, 6, 104, 105, 204, 205})
+    line->add(ns, [&](std::uint64_t&, std::uint64_t&) { ++asked; });
   EXPECT_EQ(asked, 3);
   EXPECT_EQ(line->size(), 3u);
 }
