@@ -9,6 +9,7 @@
 // (contract §6), so that a pointer the driver hands out anew is never taken for ours.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdint>
@@ -33,18 +34,30 @@ class AddressMap {
     return (*leaf)[page % kEntries].load(std::memory_order_acquire);
   }
 
-  // Maps [address, address + size) to `segment` (null: takes it out). False when the host has no memory for a node;
-  // nothing is then mapped. Callers on different ranges may race: nodes are published by compare-and-swap.
+  // Maps [address, address + size) to `segment`. False when the host has no memory for a node; nothing is then mapped.
+  // Callers on different ranges may race: nodes are published by compare-and-swap.
   bool set(std::uint64_t address, std::uint64_t size, Segment* segment) noexcept {
     for (std::uint64_t at = address; at < address + size; at += kPage) {
       std::atomic<Segment*>* entry = entry_of(at);
       if (entry == nullptr) {
-        if (segment != nullptr && at != address) set(address, at - address, nullptr);
+        clear(address, at - address);
         return false;
       }
       entry->store(segment, std::memory_order_release);
     }
     return true;
+  }
+  // Takes the range out. What was never mapped in it costs nothing.
+  void clear(std::uint64_t address, std::uint64_t size) noexcept {
+    for (std::uint64_t at = address; at < address + size;) {
+      const std::uint64_t page = at / kPage;
+      const Middle* middle = root_[page >> (2 * kBits)].load(std::memory_order_acquire);
+      Leaf* leaf = middle != nullptr ? (*middle)[(page >> kBits) % kEntries].load(std::memory_order_acquire) : nullptr;
+      const std::uint64_t end = std::min(address + size, (page / kEntries + 1) * kEntries * kPage);  // of the leaf
+      for (; at < end; at += kPage) {
+        if (leaf != nullptr) (*leaf)[at / kPage % kEntries].store(nullptr, std::memory_order_release);
+      }
+    }
   }
 
  private:

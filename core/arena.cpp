@@ -5,9 +5,15 @@
 #include "core/mutation.h"
 
 namespace cushion {
+
 Arena::Arena(AddressMap& map, Context& context, int index) : pool(map, this), context_(context), index_(index) {
+  make_heaps();
+}
+
+void Arena::make_heaps() {
   clean = pool.make_heap(Order::clean);
   pending = pool.make_heap(Order::pending);
+  if (index_ == 0) unmapped = pool.make_heap(Order::unmapped);
 }
 
 Heap* Arena::heap_of(LaneRef by) noexcept try {
@@ -98,7 +104,7 @@ void Arena::clean_up(std::uint64_t through) noexcept {
   }
   std::erase_if(evented, [](const Evented& e) { return e.block == nullptr; });
   for (Heap* heap : pool.heaps()) {
-    if (heap == nullptr || heap->order == Order::clean) continue;
+    if (heap == nullptr || !heap->owes()) continue;
     heap->bins.for_each([&](Block* block) {
       if (block->idle.stamp <= through) pool.move(block, *clean);
     });
@@ -108,7 +114,7 @@ void Arena::clean_up(std::uint64_t through) noexcept {
 std::uint64_t Arena::newest_unclean() const noexcept {
   std::uint64_t newest = 0;
   for (const Heap* heap : pool.heaps()) {
-    if (heap != nullptr && heap->order != Order::clean && !heap->bins.empty()) newest = std::max(newest, heap->newest);
+    if (heap != nullptr && heap->owes() && !heap->bins.empty()) newest = std::max(newest, heap->newest);
   }
   return newest;
 }
@@ -119,8 +125,7 @@ void Arena::abandon() {
   }
   evented.clear();
   pool.abandon();
-  clean = pool.make_heap(Order::clean);
-  pending = pool.make_heap(Order::pending);
+  make_heaps();
   generation_.fetch_add(1, std::memory_order_release);
 }
 

@@ -76,9 +76,12 @@ class Arena {
   Pool pool;
   Heap* clean = nullptr;
   Heap* pending = nullptr;
+  Heap* unmapped = nullptr;  // of the global arena (vmm.h)
   std::vector<Evented> evented;
 
  private:
+  void make_heaps();
+
   Context& context_;
   const int index_;
   std::atomic<std::uint64_t> generation_{0};

@@ -43,6 +43,7 @@ inline constexpr const char* kApiNames[] = {"cuMemAlloc",        "cuMemAllocAsyn
 
 enum class BlockState : std::uint8_t {
   unused,   // a recycled record
+  moving,   // memory is being mapped or unmapped there (vmm.h): in no bins, and nobody's
   free,     // in a heap's bins
   evented,  // free, held beside the bins with an event of its own
   live,     // the program's

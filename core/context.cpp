@@ -100,6 +100,7 @@ Context::Context(Shared& shared, CUcontext handle, CUdevice device, std::uint64_
         return *own_gauges_;
       }()),
       async_(shared, *this),
+      vmm_(shared, *this),
       guard_(shared, *this, guard_bytes_),
       quarantine_(shared, *this) {
   arenas_[0].store(new Arena(shared.map, *this, 0), std::memory_order_release);
@@ -497,41 +498,45 @@ Context::Grant Context::wait_for_blocks(Arena& arena, const Need& need, const Re
   return grant;
 }
 
-// A new segment of the global arena, large enough for `need`. `why` is what the driver said; success and false:
-// MAX_SIZE does not allow it.
+// More memory for the global arena, enough for `need`. `why` is what the driver said; success and false: MAX_SIZE does
+// not allow it.
 bool Context::grow(const Need& need, bool exact, CUresult& why) {
   constexpr std::uint64_t kPage = AddressMap::kPage;
   const std::uint64_t least = round_up(need.size, kPage);
   std::uint64_t want = least;
+  std::uint64_t promised = 0;  // new bytes, at most
   const std::uint64_t generation = events_.generation();
   {
     std::lock_guard lock(mutex_);
     const std::uint64_t held = gauges_.held.current();
     const std::uint64_t most = options().max_size.of(device_bytes_);
     const std::uint64_t have = held + promised_;
-    const std::uint64_t room = most > have ? most - have : 0;
-    if (least > room) {
+    const std::uint64_t room = most > have ? (most - have) / kPage * kPage : 0;
+    if (least > room && !vmm_.on()) {
       why = CUDA_SUCCESS;
       pressure_.store(true, std::memory_order_relaxed);
       return false;
     }
     if (!exact && growing_ == 0) {
-      // A share of what is held: geometric, and at most that share too much. Large requests need more, because a
-      // segment that holds a few of them only has an end that is of no use; but no more than doubles what is held.
-      const std::uint64_t floor = options().segment_size.of(device_bytes_);
-      const std::uint64_t roomy = std::min(kGrowthNeeds * need.size, held);
-      std::uint64_t target =
-          std::max(floor, std::min(std::max(held / kGrowthShare, roomy), options().growth_max.of(device_bytes_)));
+      // A share of what is held: geometric, and at most that share too much. Segments of their own need more: large
+      // requests, because a segment that holds a few of them only has an end that is of no use, but no more than
+      // doubles what is held.
+      std::uint64_t target = held / kGrowthShare;
+      if (!vmm_.on()) target = std::max(target, std::min(kGrowthNeeds * need.size, held));
+      target = std::min(target, options().growth_max.of(device_bytes_));
+      if (!vmm_.on()) target = std::max(target, options().segment_size.of(device_bytes_));
       if (!initial_done_) target = std::max(target, options().initial_size.of(device_bytes_));
-      want = std::max(least, std::min(round_up(target, kPage), room / kPage * kPage));
+      want = std::max(least, std::min(round_up(target, kPage), room));
     }
     initial_done_ = true;
-    promised_ += want;
+    // Of mapped memory a page more may lack, where the need begins within one.
+    promised = vmm_.on() ? std::min(std::max(want, least + kPage), room) : want;
+    promised_ += promised;
     ++growing_;
   }
   CUdeviceptr address = 0;
   CUresult result = CUDA_SUCCESS;
-  const std::uint64_t promised = want;
+  std::int64_t mapped = 0;  // bytes held more
   {
     RelaxedCaptureMode relaxed(driver());
     CurrentContext current(driver(), handle_);
@@ -542,11 +547,16 @@ bool Context::grow(const Need& need, bool exact, CUresult& why) {
       const std::uint64_t reserve = std::max(device_bytes_ / 50, std::uint64_t{512} << 20);
       if (!note(driver().call(driver().cuMemGetInfo_v2, &idle, &total)) || idle < want + reserve) want = least;
     }
-    if (result == CUDA_SUCCESS)
-      result = driver().call(driver().cuMemAlloc_v2, &address, static_cast<std::size_t>(want));
-    if (result == CUDA_ERROR_OUT_OF_MEMORY && want > least) {
-      want = least;
-      result = driver().call(driver().cuMemAlloc_v2, &address, static_cast<std::size_t>(want));
+    if (result == CUDA_SUCCESS) {
+      if (vmm_.on()) {
+        result = vmm_.extend(need, promised, want, mapped);
+      } else {
+        result = driver().call(driver().cuMemAlloc_v2, &address, static_cast<std::size_t>(want));
+        if (result == CUDA_ERROR_OUT_OF_MEMORY && want > least) {
+          want = least;
+          result = driver().call(driver().cuMemAlloc_v2, &address, static_cast<std::size_t>(want));
+        }
+      }
     }
     note(result);
   }
@@ -557,23 +567,27 @@ bool Context::grow(const Need& need, bool exact, CUresult& why) {
     if (generation != events_.generation()) return false;  // reset meanwhile: what the address is now is not ours
     promised_ -= promised;
     --growing_;
+    gauges_.held.add(static_cast<std::uint64_t>(mapped));
     // The reset may be over and its discard() to come: the address then may be one that the old memory still has here.
     if (closing_.load(std::memory_order_relaxed) != 0) return false;
     if (result != CUDA_SUCCESS) {
-      if (result == CUDA_ERROR_OUT_OF_MEMORY) pressure_.store(true, std::memory_order_relaxed);
+      const bool limited = vmm_.on() && result == CUDA_ERROR_NOT_SUPPORTED;
+      if (limited) why = CUDA_SUCCESS;
+      if (limited || result == CUDA_ERROR_OUT_OF_MEMORY) pressure_.store(true, std::memory_order_relaxed);
       return false;
     }
     std::lock_guard arena(global().mutex);
-    added = address % kPage == 0 && global().pool.add(address, want, *global().clean);
+    added = vmm_.on() || (address % kPage == 0 && global().pool.add(address, want, *global().clean));
     if (added) {
       pressure_.store(false, std::memory_order_relaxed);
-      gauges_.held.add(want);
-      count(shared_.counters.grows);
+      if (address != 0) gauges_.held.add(want);
+      if (address != 0 || mapped > 0) count(shared_.counters.grows);
     }
   }
   if (added) {
     take_spare();
-    log::debug("device {}: segment of {} bytes at {:#x}", device_, want, address);
+    log::debug("device {}: {} bytes more for {}", device_, address != 0 ? want : static_cast<std::uint64_t>(mapped),
+               need.size);
   } else {  // the host is out of memory
     RelaxedCaptureMode relaxed(driver());
     driver().call(driver().cuMemFree_v2, address);
@@ -1418,6 +1432,7 @@ void Context::discard() {
   broken_.store(0, std::memory_order_relaxed);
   for (auto& stream : own_streams_) stream.store(nullptr, std::memory_order_relaxed);
   async_.discard();
+  if (vmm_.on()) vmm_.discard();
   guard_.discard();
   quarantine_.discard();
   for (const auto& lane : host_) lane->open(next_serial(), nullptr);
@@ -1427,10 +1442,30 @@ void Context::discard() {
 
 // ---- giving memory back ------------------------------------------------------------------------------------------
 
+void Context::admit(CUdevice device, bool on) noexcept try {
+  if (options().allocator == AllocatorKind::async && on) async_.admit(device);
+  if (vmm_.on()) vmm_.admit(device, on);
+} catch (...) {  // no host memory: the device has no access to what comes
+}
+
 std::uint64_t Context::release_unused(std::uint64_t keep) {
+  if (closing_.load(std::memory_order_relaxed) != 0) return 0;
+  if (vmm_.on()) {  // nothing of it waits for the device, nor breaks a capture
+    RelaxedCaptureMode relaxed(driver());
+    collect();
+    const std::uint64_t generation = events_.generation();
+    const Vmm::Released released = vmm_.release(keep);
+    std::lock_guard lock(mutex_);
+    if (generation != events_.generation() || released.bytes == 0) return 0;
+    gauges_.held.subtract(released.bytes);
+    pressure_.store(false, std::memory_order_relaxed);
+    count(shared_.counters.releases, released.handles);
+    log::debug("device {}: {} handles went back to the driver", device_, released.handles);
+    return released.handles;
+  }
   // The real cuMemFree waits for the context: only where a fresh fence says that there is nothing to wait for, so that
   // a kernel that runs for ever cannot hang us (contract §6).
-  if (shared_.gate.may_be_open() || closing_.load(std::memory_order_relaxed) != 0) return 0;
+  if (shared_.gate.may_be_open()) return 0;
   RelaxedCaptureMode relaxed(driver());
   collect();
   const std::uint64_t generation = events_.generation();
@@ -1533,6 +1568,7 @@ std::uint64_t Context::unused() noexcept try {
   collect();  // superblocks that have become whole
   const std::uint64_t through = fences_.clean_through();
   for_each_arena([&](Arena& arena) { arena.clean_up(through); });  // and so do segments
+  if (vmm_.on()) return vmm_.unused();
   std::lock_guard lock(global().mutex);
   return global().pool.unused();
 } catch (...) {

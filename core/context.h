@@ -39,6 +39,7 @@
 #include "core/pool.h"
 #include "core/quarantine.h"
 #include "core/shared.h"
+#include "core/vmm.h"
 
 namespace cushion {
 
@@ -139,6 +140,10 @@ class Context {
   }
   // Copies device memory that nobody is writing to the host, now; with the context current. False: an error.
   bool read_back(std::uint64_t address, void* to, std::uint64_t bytes) noexcept;
+  // Another device may use the context's memory, or may no more.
+  void admit(CUdevice device, bool on) noexcept;
+  Arena& global() const noexcept { return *arenas_[0].load(std::memory_order_relaxed); }
+  const Vmm& vmm() const noexcept { return vmm_; }
   Guard& guard() noexcept { return guard_; }
   Quarantine& quarantine() noexcept { return quarantine_; }
   void release(const Quarantine::Held& held) noexcept;  // to its arena, as freed now
@@ -209,7 +214,6 @@ class Context {
   Need need_of(std::uint64_t bytes) const noexcept;
   Need superblock_for(const Need& need) const noexcept;
   bool refuses(std::uint64_t bytes) const noexcept;
-  Arena& global() const noexcept { return *arenas_[0].load(std::memory_order_relaxed); }
   Arena& arena_of(const Need& need, LaneRef by);
   Arena& make_arena(unsigned index);  // with the context's lock held
   static unsigned arena_of_lane(const Lane& lane) noexcept { return 1 + lane.number() % (Lane::kArenas - 1); }
@@ -270,7 +274,7 @@ class Context {
     CUdeviceptr address;
     std::uint64_t bytes;
   };
-  std::uint64_t release_unused(std::uint64_t keep);      // the number of segments given back
+  std::uint64_t release_unused(std::uint64_t keep);      // the number of segments and handles given back
   std::vector<Piece> detach_unused(std::uint64_t keep);  // takes clean, wholly free segments out of the pool
   std::uint64_t give_back(std::vector<Piece> segments, std::uint64_t generation);
   void refused(const Piece& piece, std::uint64_t generation) noexcept;
@@ -312,6 +316,7 @@ class Context {
   Gauges& gauges_;
   std::array<std::atomic<CUstream>, 3> own_streams_{};
   AsyncAllocator async_;
+  Vmm vmm_;
   Guard guard_;
   Quarantine quarantine_;
   std::atomic<LaneNode*> all_lanes_{nullptr};

@@ -25,7 +25,8 @@ inline constexpr int kApis = sizeof(kApiNames) / sizeof(kApiNames[0]);
   CUSHION_COUNTER(stream_waits, "stream_waits", "stream waits inserted, memory being short")                           \
   CUSHION_COUNTER(memory_waits, "memory_waits", "allocations that waited for freed blocks, memory being short")        \
   CUSHION_COUNTER(grows, "grows", "segments taken from the driver")                                                    \
-  CUSHION_COUNTER(releases, "releases", "segments given back to the driver")                                           \
+  CUSHION_COUNTER(releases, "releases", "segments and handles given back to the driver")                               \
+  CUSHION_COUNTER(remaps, "remaps", "growths that moved idle memory to other addresses (BACKING=vmm)")                 \
   CUSHION_COUNTER(out_of_memory, "out_of_memory", "allocations the pool could not serve, memory being short")          \
   CUSHION_COUNTER(reset_blocks, "reset_blocks", "blocks still live when their context was reset or destroyed")         \
   CUSHION_COUNTER(reset_bytes, "reset_bytes", "bytes requested of those blocks")                                       \

@@ -10,6 +10,7 @@
 //   stream    freed by cudaFreeAsync(s): s itself may have it at once; another stream t may once the work of s up to
 //             the free is complete, or is ordered before t by an event that the program recorded after the free and
 //             made t wait for; cudaMalloc only once it is complete
+//   unmapped  addresses that no memory is behind (vmm.h): nobody may have them
 //
 // Each free takes a stamp (fence.h). A stamp is compared with the highest stamp known complete
 // (FenceSet::clean_through), and with what an event covers: the stamp at the time of its record. Merged blocks carry
@@ -27,7 +28,7 @@ namespace cushion {
 
 class Lane;
 
-enum class Order : std::uint8_t { clean, pending, stream };
+enum class Order : std::uint8_t { clean, pending, stream, unmapped };
 
 struct Heap {
   Order order = Order::clean;
@@ -35,6 +36,9 @@ struct Heap {
   std::uint64_t newest = 0;  // no block in it carries a later stamp
   Lane* lane = nullptr;      // of order stream: whose frees these are
   Bins bins;
+
+  // Whether its blocks wait for work of the device.
+  bool owes() const noexcept { return order == Order::pending || order == Order::stream; }
 };
 
 }  // namespace cushion

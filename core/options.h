@@ -18,6 +18,7 @@
 namespace cushion {
 
 enum class AllocatorKind : std::uint8_t { pool, arena, binning, async, cuda };
+enum class Backing : std::uint8_t { driver, vmm, automatic };
 enum class FreeMode : std::uint8_t { sync, deferred, automatic };
 enum class InitMode : std::uint8_t { none, zero, junk };
 enum class LogLevel : std::uint8_t { off, error, warn, info, debug, trace };
@@ -55,6 +56,8 @@ struct Options {
 #include "core/options.def"
 #undef CUSHION_OPTION
 
+  // Whether blocks are cut from memory of Cushion's own.
+  bool suballocates() const noexcept { return allocator != AllocatorKind::async && allocator != AllocatorKind::cuda; }
   // Whether blocks are looked at when the program gives them back.
   bool watches() const noexcept {
     return guard.bytes != 0 || guard.percent > 0 || quarantine.bytes != 0 || quarantine.percent > 0;

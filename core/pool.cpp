@@ -66,13 +66,11 @@ Block* Pool::take_best(Heap& first, Heap& second, std::uint64_t size, std::uint6
   return block != nullptr ? carve(block, size, alignment, as) : nullptr;
 }
 
-Block* Pool::carve(Block* block, std::uint64_t size, std::uint64_t alignment, BlockState as) noexcept {
+Block* Pool::isolate(Block* block, std::uint64_t lead, std::uint64_t size) noexcept {
   Heap& heap = *heaps_[block->heap];
   const std::uint64_t freed = block->idle.stamp;
-  const bool whole = block->lower == nullptr && block->upper == nullptr;
   heap.bins.remove(block);
-  const std::uint64_t had = block->size;
-  if (const std::uint64_t lead = Bins::lead(*block, alignment); lead != 0) {
+  if (lead != 0) {
     Block* aligned = cut(block, lead);
     block->idle.stamp = freed;
     heap.bins.insert(block);
@@ -88,7 +86,16 @@ Block* Pool::carve(Block* block, std::uint64_t size, std::uint64_t alignment, Bl
     }
   }
   block->heap = heap.index;
-  if (whole) unused_ -= had;
+  return block;
+}
+
+Block* Pool::carve(Block* block, std::uint64_t size, std::uint64_t alignment, BlockState as) noexcept {
+  Heap& heap = *heaps_[block->heap];
+  const std::uint64_t freed = block->idle.stamp;
+  const std::uint64_t whole = block->lower == nullptr && block->upper == nullptr ? block->size : 0;
+  block = isolate(block, Bins::lead(*block, alignment), size);
+  if (block == nullptr) return nullptr;
+  unused_ -= whole;
   if (!segment_of(*block)->enter(block, leaves_)) {
     put(block, heap, freed);
     return nullptr;
@@ -176,7 +183,7 @@ void Pool::prepare(std::uint64_t size) noexcept {
   keep_spare(segment);
 }
 
-bool Pool::add(std::uint64_t address, std::uint64_t size, Heap& heap, std::uint64_t stamp) noexcept {
+Segment* Pool::open(std::uint64_t address, std::uint64_t size) noexcept {
   Segment* segment = spare_segments_;
   if (segment != nullptr) {
     spare_segments_ = segment->next;
@@ -187,35 +194,21 @@ bool Pool::add(std::uint64_t address, std::uint64_t size, Heap& heap, std::uint6
   if (segment == nullptr || block == nullptr || !segment->open(arena_, address, size)) {
     if (segment != nullptr) keep_spare(segment);
     if (block != nullptr) blocks_.recycle(block);
-    return false;
+    return nullptr;
   }
   block->set(address, BlockState::unused);
   block->size = size;
   segment->first = block;
+  segment->beneath = nullptr;
   segment->previous = nullptr;
   segment->next = segments_;
-  segment->beneath = map_.find(address);
-  if (!map_.set(address, size, segment)) {
-    segment->close(leaves_);
-    keep_spare(segment);
-    blocks_.recycle(block);
-    return false;
-  }
   if (segments_ != nullptr) segments_->previous = segment;
   segments_ = segment;
-  held_ += size;
-  free_ += size;
-  put(block, heap, stamp);
-  return true;
+  return segment;
 }
 
-void Pool::remove(Segment* segment) noexcept {
-  map_.set(segment->address(), segment->size(), segment->beneath);
+void Pool::close(Segment* segment) noexcept {
   Block* block = segment->first;
-  heaps_[block->heap]->bins.remove(block);
-  held_ -= block->size;
-  free_ -= block->size;
-  unused_ -= block->size;
   block->set(BlockState::unused);
   blocks_.recycle(block);
   if (segment->previous != nullptr) {
@@ -228,11 +221,81 @@ void Pool::remove(Segment* segment) noexcept {
   keep_spare(segment);
 }
 
+bool Pool::add(std::uint64_t address, std::uint64_t size, Heap& heap, std::uint64_t stamp) noexcept {
+  Segment* segment = open(address, size);
+  if (segment == nullptr) return false;
+  segment->beneath = map_.find(address);
+  if (!map_.set(address, size, segment)) {
+    close(segment);
+    return false;
+  }
+  held_ += size;
+  free_ += size;
+  put(segment->first, heap, stamp);
+  return true;
+}
+
+void Pool::remove(Segment* segment) noexcept {
+  if (segment->beneath != nullptr) {
+    map_.set(segment->address(), segment->size(), segment->beneath);
+  } else {
+    map_.clear(segment->address(), segment->size());
+  }
+  Block* block = segment->first;
+  heaps_[block->heap]->bins.remove(block);
+  held_ -= block->size;
+  free_ -= block->size;
+  unused_ -= block->size;
+  close(segment);
+}
+
+bool Pool::reserve(std::uint64_t address, std::uint64_t size, Heap& unmapped) noexcept {
+  Segment* segment = open(address, size);
+  if (segment == nullptr) return false;
+  Block* rest = cut(segment->first, AddressMap::kPage);
+  if (rest == nullptr) {
+    close(segment);
+    return false;
+  }
+  segment->first->set(BlockState::moving);
+  put(rest, unmapped, 0);
+  return true;
+}
+
+Block* Pool::detach(Block* block, std::uint64_t address, std::uint64_t size) noexcept {
+  const bool mapped = is_mapped(*block);
+  block = isolate(block, address - block->address(), size);
+  if (block == nullptr) return nullptr;
+  block->set(BlockState::moving);
+  if (mapped) {
+    held_ -= block->size;
+    free_ -= block->size;
+    map_.clear(block->address(), block->size);
+  }
+  return block;
+}
+
+bool Pool::attach(Block* moving, Heap& heap) noexcept {
+  if (heap.order != Order::unmapped) {
+    if (!map_.set(moving->address(), moving->size, reservation_of(moving->address()))) return false;
+    held_ += moving->size;
+    free_ += moving->size;
+  }
+  put(moving, heap, 0);
+  return true;
+}
+
+Segment* Pool::reservation_of(std::uint64_t address) const noexcept {
+  Segment* segment = segments_;
+  while (address - segment->address() >= segment->size()) segment = segment->next;
+  return segment;
+}
+
 void Pool::abandon() noexcept {
   while (segments_ != nullptr) {
     Segment* segment = segments_;
     segments_ = segment->next;
-    map_.set(segment->address(), segment->size(), nullptr);
+    map_.clear(segment->address(), segment->size());
     for (Block* block = segment->first; block != nullptr;) {
       Block* upper = block->upper;
       block->set(BlockState::unused);
@@ -256,7 +319,7 @@ Pool::Fragments Pool::fragments() const noexcept {
   Fragments fragments;
   for (const Segment* s = segments_; s != nullptr; s = s->next) {
     for (const Block* b = s->first; b != nullptr; b = b->upper) {
-      if (b->state() != BlockState::free) continue;
+      if (b->state() != BlockState::free || !is_mapped(*b)) continue;
       fragments.largest = std::max(fragments.largest, b->size);
       fragments.bytes += b->size;
       fragments.squares += static_cast<double>(b->size) * static_cast<double>(b->size);
@@ -275,14 +338,16 @@ bool Pool::valid() const noexcept {
     const Block* lower = nullptr;
     for (const Block* b = s->first; b != nullptr; lower = b, b = b->upper) {
       if (b->address() != expected || b->lower != lower || b->size == 0 || b->size % kUnit != 0) return false;
-      if (map_.find(b->address()) != s && b->api != Api::superblock) return false;
-      expected += b->size;
       const BlockState state = b->state();
+      const bool memory = state != BlockState::moving && (state != BlockState::free || is_mapped(*b));
+      if (map_.find(b->address()) != (memory ? s : nullptr) && b->api != Api::superblock) return false;
+      expected += b->size;
+      held += memory ? b->size : 0;
       const bool is_live = state == BlockState::live || state == BlockState::freeing || state == BlockState::cached;
       if (s->block_at(b->address()) != (is_live || state == BlockState::evented ? b : nullptr)) return false;
       if (state == BlockState::unused) return false;
-      if (is_live) continue;
-      idle += b->size;
+      if (is_live || state == BlockState::moving) continue;
+      idle += memory ? b->size : 0;
       if (heaps_[b->heap] == nullptr || b->idle.stamp > heaps_[b->heap]->newest) return false;
       if (state == BlockState::free) {
         binned += b->size;
@@ -290,7 +355,6 @@ bool Pool::valid() const noexcept {
       }
     }
     if (expected != s->address() + s->size()) return false;
-    held += s->size();
     if (wholly_free(*s) != nullptr) unused += s->size();
   }
   std::uint64_t in_bins = 0;

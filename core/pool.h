@@ -51,6 +51,15 @@ class Pool {
   // Segments. add() makes the whole range one block of `heap`, freed at `stamp`; false when the host is out of memory.
   // A range that the map knows already is a superblock: remove() gives the map its old entry back.
   bool add(std::uint64_t address, std::uint64_t size, Heap& heap, std::uint64_t stamp = 0) noexcept;
+  // Address space for memory that is mapped in pieces (vmm.h): a segment that begins as one block of `unmapped`, all
+  // but its first page, which stays nobody's, so that no such segment is ever one free block.
+  bool reserve(std::uint64_t address, std::uint64_t size, Heap& unmapped) noexcept;
+  // Takes a part out of a free block of such a segment, for its memory to come or go; out of the map too, if it has
+  // memory. Null when the host is out of memory.
+  Block* detach(Block* block, std::uint64_t address, std::uint64_t size) noexcept;
+  // What was detached is free in `heap`; with memory now, unless that is of order `unmapped`. False, and unchanged,
+  // when the host is out of memory.
+  bool attach(Block* moving, Heap& heap) noexcept;
   // Takes a segment that is one free block out of the pool and the map; the range is then the caller's.
   void remove(Segment* segment) noexcept;
   // Takes out every segment, whatever is live in it: the context is gone.
@@ -106,10 +115,18 @@ class Pool {
     const BlockState state = block.state();
     return state == BlockState::live || state == BlockState::freeing;
   }
+  // Whether a free block has memory.
+  bool is_mapped(const Block& block) const noexcept { return heaps_[block.heap]->order != Order::unmapped; }
   bool free_in(const Block* block, const Heap& heap) const noexcept {
     return block != nullptr && block->state() == BlockState::free && block->heap == heap.index;
   }
   Block* carve(Block* block, std::uint64_t size, std::uint64_t alignment, BlockState as) noexcept;  // a free block
+  // `size` bytes of a free block, `lead` from its start, in no bins; what is left of it stays free.
+  Block* isolate(Block* block, std::uint64_t lead, std::uint64_t size) noexcept;
+  // A segment of which all is one block, in no bins and not in the map; null when the host is out of memory.
+  Segment* open(std::uint64_t address, std::uint64_t size) noexcept;
+  void close(Segment* segment) noexcept;
+  Segment* reservation_of(std::uint64_t address) const noexcept;
   Block* cut(Block* block, std::uint64_t size) noexcept;  // splits; returns the upper part, unlinked from any bin
   void put(Block* block, Heap& heap, std::uint64_t stamp) noexcept;  // merges and inserts a block that is in no bin
   void keep_spare(Segment* segment) noexcept {

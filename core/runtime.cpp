@@ -78,6 +78,7 @@ bool Runtime::start(const char* const* environment, const char* program, const L
   about->pid = getpid();
   about->loaded = loaded;
   about->rank = find_rank(environment);
+  shared_.one_of_many = !about->rank.empty();
   about->words = {{'p', std::to_string(about->pid)},
                   {'h', about->host},
                   {'e', about->name},
@@ -170,13 +171,20 @@ bool Runtime::make_context(CUcontext handle, Context*& out) noexcept try {
   std::lock_guard lock(contexts_mutex_);
   if (!primary && std::find(created_.begin(), created_.end(), handle) == created_.end()) return false;
   out = find_context(handle);
+  const auto admit = [&] {
+    for (const Admission& one : admitted_) {
+      if (one.owner == handle) out->admit(one.device, true);
+    }
+  };
   if (out != nullptr && out->device() == device && out->primary() == primary) {
     out->revive();
+    admit();
     return true;
   }
   const int n = shared_.context_count.load(std::memory_order_relaxed);
   if (out != nullptr || n == Shared::kContexts) return false;  // the handle came again as another kind: leave it native
   out = new Context(shared_, handle, device, total, primary);
+  admit();
   look_at_order(device, n != 0);
   if (total > shared_.largest_device.load(std::memory_order_relaxed))
     shared_.largest_device.store(total, std::memory_order_relaxed);
@@ -686,6 +694,7 @@ void Runtime::ended(CUcontext handle) noexcept try {
     std::lock_guard lock(contexts_mutex_);
     created = std::erase(created_, handle) != 0;
     std::erase(accessors_, handle);
+    std::erase_if(admitted_, [&](const Admission& one) { return one.owner == handle; });
   }
   if (foreign_ == nullptr) return;
   // Memory of a device's pool outlives the contexts that the program created (measured). A block whose context the
@@ -712,18 +721,32 @@ void Runtime::ended(CUcontext handle) noexcept try {
 void Runtime::peer_enabled(CUcontext peer, bool started) noexcept try {
   // The accessor's context must be known even if it never allocates: its work may touch our memory.
   shared_.peers.store(true, std::memory_order_seq_cst);
-  if (started) {
-    const Context* accessor = current_context();
-    Context* owner = find_context(peer);
-    if (options().allocator == AllocatorKind::async && accessor != nullptr && owner != nullptr && owner->alive())
-      owner->async().admit(accessor->device());
-    return;
-  }
-  CUcontext handle = nullptr;
   InsideDriver inside;
-  if (shared_.driver.cuCtxGetCurrent == nullptr || shared_.driver.cuCtxGetCurrent(&handle) != CUDA_SUCCESS) return;
-  std::lock_guard lock(contexts_mutex_);
-  accessors_.push_back(handle);
+  CUcontext handle = nullptr;
+  CUdevice device = 0;
+  if (shared_.driver.cuCtxGetCurrent == nullptr || shared_.driver.cuCtxGetCurrent(&handle) != CUDA_SUCCESS ||
+      shared_.driver.cuCtxGetDevice(&device) != CUDA_SUCCESS)
+    return;
+  if (started) context_of(handle);
+  Context* owner = started ? find_context(peer) : nullptr;
+  {
+    std::lock_guard lock(contexts_mutex_);
+    if (!started) accessors_.push_back(handle);
+    admitted_.push_back({peer, device});
+  }
+  if (owner != nullptr && owner->alive()) owner->admit(device, true);
+} catch (...) {
+}
+
+void Runtime::peer_disabled(CUcontext peer) noexcept try {
+  CUdevice device = 0;
+  {
+    InsideDriver inside;
+    if (shared_.driver.cuCtxGetDevice(&device) != CUDA_SUCCESS) return;
+    std::lock_guard lock(contexts_mutex_);
+    std::erase_if(admitted_, [&](const Admission& one) { return one.owner == peer && one.device == device; });
+  }
+  if (Context* owner = find_context(peer); owner != nullptr && owner->alive()) owner->admit(device, false);
 } catch (...) {
 }
 

@@ -117,8 +117,10 @@ class Runtime {
   void failed(CUresult result) noexcept;  // a call of the program's, in the current context: notes a sticky error
   Context* find_context(CUcontext handle) noexcept;  // null if Cushion holds nothing there
   Context* find_primary(CUdevice device) noexcept;
-  void ended(CUcontext handle) noexcept;                     // the real call has ended it
-  void peer_enabled(CUcontext peer, bool started) noexcept;  // the current context may use the peer's memory
+  void ended(CUcontext handle) noexcept;  // the real call has ended it
+  // The current context may use the peer's memory, or may no more.
+  void peer_enabled(CUcontext peer, bool started) noexcept;
+  void peer_disabled(CUcontext peer) noexcept;
   void pool_changed(CUdevice device) noexcept {
     native_async_[index_of(device)].store(true, std::memory_order_relaxed);
   }
@@ -249,6 +251,11 @@ class Runtime {
   std::mutex contexts_mutex_;         // protects adding to shared_.contexts and created_
   std::vector<CUcontext> created_;    // by cuCtxCreate: with the primary ones, the contexts that can be served
   std::vector<CUcontext> accessors_;  // had peer access enabled before start()
+  struct Admission {                  // a device may use the memory of a context, which Cushion may not know yet
+    CUcontext owner;
+    CUdevice device;
+  };
+  std::vector<Admission> admitted_;  // under contexts_mutex_
 
   // cudaMallocAsync on these devices goes to the driver: the program manages its pools (contract §3).
   std::array<std::atomic<bool>, kDevices> native_async_{};

@@ -59,6 +59,9 @@ struct Shared {
 
   SingleOrder order;  // CUSHION_FREE=auto
 
+  // The process is one of several that belong together (MPI, SLURM, torchrun). Set once, before the first context.
+  bool one_of_many = false;
+
   std::atomic<std::uint64_t> largest_device{0};  // bytes: a larger request is hopeless
 
   // The program's streams, kept for drivers without context fences only.

@@ -705,6 +705,11 @@ CUresult hook_cuCtxEnablePeerAccess(CUcontext peer, unsigned flags) noexcept {
   if (result == CUDA_SUCCESS && !in_forked_child()) runtime().peer_enabled(peer, serving() != nullptr);
   return result;
 }
+CUresult hook_cuCtxDisablePeerAccess(CUcontext peer) noexcept {
+  const CUresult result = real_cuCtxDisablePeerAccess(peer);
+  if (result == CUDA_SUCCESS && serving() != nullptr) runtime().peer_disabled(peer);
+  return result;
+}
 
 // ---- pools and sharing between processes -------------------------------------------------------------------------
 

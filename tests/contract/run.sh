@@ -41,6 +41,7 @@ setting cushion LD_PRELOAD="$build/libcushion.so"
 setting deferred LD_PRELOAD="$build/libcushion.so" CUSHION_FREE=deferred
 setting auto LD_PRELOAD="$build/libcushion.so" CUSHION_FREE=auto
 setting stacks LD_PRELOAD="$build/libcushion.so" CUSHION_TRACK=stacks
+setting vmm LD_PRELOAD="$build/libcushion.so" CUSHION_BACKING=vmm
 setting arena LD_PRELOAD="$build/libcushion.so" CUSHION_ALLOCATOR=arena
 setting binning LD_PRELOAD="$build/libcushion.so" CUSHION_ALLOCATOR=binning
 setting async LD_PRELOAD="$build/libcushion.so" CUSHION_ALLOCATOR=async

@@ -39,7 +39,8 @@ ContextPtr NewContext(CUcontext handle, CUdevice device, unsigned flags) {
 }
 
 // Ends a context: its handles at once, then, when its work is done, its memory (contract §2). Memory of pools is the
-// device's (measured): the default pool's goes with the primary context, and that of other pools with none.
+// device's (measured): the default pool's goes with the primary context, and that of other pools with none. What is
+// mapped stays (measured).
 void EndContext(Lock& lock, const ContextPtr& context) {
   const auto belongs = [&](const auto& object) { return object.context == context; };
   for (const StreamPtr& stream : context->streams) LeaveCapture(*stream);
@@ -52,7 +53,7 @@ void EndContext(Lock& lock, const ContextPtr& context) {
   Device& device = DeviceAt(context->device);
   const bool primary = context->handle == device.primary;
   const auto goes = [&](const Block& block) {
-    return belongs(block) &&
+    return belongs(block) && block.kind != Block::Kind::kMapped &&
            (block.kind != Block::Kind::kPool || (primary && block.pool->handle == device.default_pool));
   };
   for (const BlockPtr& block : driver().blocks.Select(goes)) Release(block);

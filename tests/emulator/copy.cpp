@@ -16,9 +16,17 @@ namespace {
 
 bool Known(std::uintptr_t address) { return LiveBlock(address) != nullptr; }
 
+// Within one block, or across neighbouring mappings (measured: copies and fills do not mind where one ends).
 void RequireRange(std::uintptr_t address, std::size_t bytes) {
-  const BlockPtr block = LiveBlock(address);
-  Require(block != nullptr && bytes <= block->base + block->size - address);
+  for (;;) {
+    const BlockPtr block = LiveBlock(address);
+    Require(block != nullptr);
+    const std::size_t here = block->base + block->size - address;
+    if (bytes <= here) return;
+    Require(block->kind == Block::Kind::kMapped);
+    address += here;
+    bytes -= here;
+  }
 }
 
 enum class Host { kReturns, kWaits };

@@ -301,6 +301,7 @@ bool Accessible(const Context& context, std::uintptr_t address, std::size_t byte
     const bool elsewhere = block->device != context.device;
     if (elsewhere && block->kind == Block::Kind::kDevice && !context.peers.contains(block->context->id)) return false;
     if (elsewhere && block->kind == Block::Kind::kPool && !block->pool->Admits(context.device)) return false;
+    if (block->kind == Block::Kind::kMapped && !block->admitted.contains(context.device)) return false;
     const std::size_t here = std::min(bytes, block->reach - (address - block->base));
     address += here;
     bytes -= here;

@@ -8,6 +8,7 @@
 
 #include <map>
 #include <optional>
+#include <set>
 
 #include "context.h"
 
@@ -72,7 +73,8 @@ struct Block {
   CUdevice device = 0;
   ContextPtr context;
   std::shared_ptr<Pool> pool;
-  bool freed = false;  // by the program; its range may still be in use by work put on streams before
+  std::set<CUdevice> admitted;  // of mapped memory: the devices with access to it
+  bool freed = false;           // by the program; its range may still be in use by work put on streams before
   unsigned flags = 0;
   std::uint64_t id = 0;
 };

@@ -4,6 +4,8 @@
 #include <unistd.h>
 
 #include <iterator>
+#include <set>
+#include <utility>
 
 #include "capture.h"
 #include "driver.h"
@@ -138,19 +140,27 @@ CUresult MemSetAccess(CUdeviceptr address, size_t size, const CUmemAccessDesc* d
   Lock lock(global_mutex());
   Require(descriptions != nullptr && count > 0);
   const ContextPtr context = CurrentContext();
-  const auto flags = descriptions[0].flags;
-  const int protection = flags == CU_MEM_ACCESS_FLAGS_PROT_NONE   ? PROT_NONE
-                         : flags == CU_MEM_ACCESS_FLAGS_PROT_READ ? PROT_READ
-                                                                  : PROT_READ | PROT_WRITE;
   ForEachMapping(address, size, [](auto mapping) { return std::next(mapping); });
   ForEachMapping(address, size, [&](auto mapping) {
     Mapping& mapped = mapping->second;
-    mprotect(PointerTo(mapping->first), mapped.size, protection);
+    std::set<CUdevice> admitted = mapped.block != nullptr ? mapped.block->admitted : std::set<CUdevice>{};
+    int protection = PROT_NONE;
+    for (std::size_t i = 0; i < count; ++i) {
+      DeviceAt(descriptions[i].location.id);
+      if (descriptions[i].flags == CU_MEM_ACCESS_FLAGS_PROT_NONE) {
+        admitted.erase(descriptions[i].location.id);
+      } else {
+        admitted.insert(descriptions[i].location.id);
+        protection = descriptions[i].flags == CU_MEM_ACCESS_FLAGS_PROT_READ ? PROT_READ : PROT_READ | PROT_WRITE;
+      }
+    }
+    if (admitted.empty() || protection != PROT_NONE) mprotect(PointerTo(mapping->first), mapped.size, protection);
     if (mapped.block != nullptr) Release(mapped.block);
     mapped.block = nullptr;
-    if (protection != PROT_NONE) {
+    if (!admitted.empty()) {
       mapped.block = NewBlock(Block::Kind::kMapped, context, {mapping->first, mapped.size}, mapped.size);
       mapped.block->device = mapped.physical->device.ordinal;
+      mapped.block->admitted = std::move(admitted);
     }
     return std::next(mapping);
   });

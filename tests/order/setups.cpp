@@ -40,6 +40,14 @@ std::vector<Setup> MakeAll() {
   both("pool_old_tight", Make("", tight, {{"EMU_DRIVER_VERSION", "12000"}}).environment);
   both("pool_old_full", Make("", full, {{"EMU_DRIVER_VERSION", "12000"}}).environment);
   both("pool_release", {{"CUSHION_RELEASE_THRESHOLD", "0"}, {"CUSHION_SEGMENT_SIZE", "2MiB"}});
+  const Environment vmm{{"CUSHION_BACKING", "vmm"}};
+  for (const char* allocator : {"pool", "arena"}) {
+    const Environment chosen = Make("", vmm, {{"CUSHION_ALLOCATOR", allocator}}).environment;
+    both(std::string(allocator) + "_vmm", chosen);
+    both(std::string(allocator) + "_vmm_tight", Make("", chosen, tight).environment);
+    both(std::string(allocator) + "_vmm_full", Make("", chosen, full).environment);
+  }
+  both("pool_vmm_release", Make("", vmm, {{"CUSHION_RELEASE_THRESHOLD", "0"}}).environment);
   both("pool_zero", {{"CUSHION_INIT", "zero"}});
   both("pool_guard", {{"CUSHION_GUARD", "100"}});
   setups.push_back(Make("arena_guard_tight",

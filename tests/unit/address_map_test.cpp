@@ -37,7 +37,7 @@ TEST_F(AddressMapTest, ARangeBeginsAndEndsExactly) {
   EXPECT_EQ(map.find(start + kPage), &segment);
   EXPECT_EQ(map.find(start + 3 * kPage - 1), &segment);
   EXPECT_EQ(map.find(start + 3 * kPage), nullptr);
-  ASSERT_TRUE(map.set(start, 3 * kPage, nullptr));
+  map.clear(start, 3 * kPage);
   EXPECT_EQ(map.find(start + kPage), nullptr);
 }
 
@@ -92,11 +92,11 @@ TEST_F(AddressMapTest, ReadersRaceWithWriters) {
         const int i = round % 8;
         const std::uint64_t start = start_of(writer, i);
         Segment& mine = segments[static_cast<std::size_t>(i)];
-        if (round >= 8) map.set(start, kPage, nullptr);
+        if (round >= 8) map.clear(start, kPage);
         ASSERT_TRUE(mine.open(nullptr, start, kPage));
         ASSERT_TRUE(map.set(start, kPage, &mine));
       }
-      for (int i = 0; i < 8; ++i) map.set(start_of(writer, i), kPage, nullptr);
+      for (int i = 0; i < 8; ++i) map.clear(start_of(writer, i), kPage);
       writing.fetch_sub(1);
       while (writing.load() > -2) std::this_thread::yield();  // its segments outlive the readers
     });
