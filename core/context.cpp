@@ -549,7 +549,7 @@ bool Context::grow(const Need& need, bool exact, CUresult& why) {
     }
     if (result == CUDA_SUCCESS) {
       if (vmm_.on()) {
-        result = vmm_.extend(need, promised, want, mapped);
+        result = vmm_.extend(need, promised, want > least ? want : 0, mapped);
       } else {
         result = driver().call(driver().cuMemAlloc_v2, &address, static_cast<std::size_t>(want));
         if (result == CUDA_ERROR_OUT_OF_MEMORY && want > least) {

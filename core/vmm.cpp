@@ -223,8 +223,10 @@ CUresult Vmm::take_out(const Run& run, std::vector<Piece>& out) {
   return CUDA_SUCCESS;
 }
 
-void Vmm::give_up(const std::vector<Piece>& pieces) noexcept {
-  for (const Piece& piece : pieces) driver().call(driver().cuMemRelease, piece.handle);
+void Vmm::give_up(const std::vector<Piece>& pieces) {
+  refused_.insert(refused_.end(), pieces.begin(), pieces.end());
+  std::erase_if(refused_,
+                [&](const Piece& piece) { return driver().call(driver().cuMemRelease, piece.handle) == CUDA_SUCCESS; });
 }
 
 // ---- growing and giving back -------------------------------------------------------------------------------------
@@ -362,6 +364,8 @@ void Vmm::discard() {
     std::vector<Piece> pieces;
     if (take_out(run, pieces) == CUDA_SUCCESS) give_up(pieces);
   });
+  give_up({});
+  refused_.clear();
   for (const Range& range : ranges_) {
     driver().call(driver().cuMemAddressFree, CUdeviceptr{range.address}, static_cast<std::size_t>(range.bytes));
     munmap(range.pages, range.bytes / kPage * sizeof(Piece));

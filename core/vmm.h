@@ -103,7 +103,7 @@ class Vmm {
   CUresult create(std::uint64_t bytes, std::vector<Piece>& out);
   CUresult map(const Run& at, const std::vector<Piece>& pieces);  // with access; nothing if it fails
   CUresult take_out(const Run& run, std::vector<Piece>& out);     // unmaps; nothing changed if it fails
-  void give_up(const std::vector<Piece>& pieces) noexcept;        // to the driver
+  void give_up(const std::vector<Piece>& pieces);                 // to the driver, and what it refused before
 
   Shared& shared_;
   Context& context_;
@@ -114,6 +114,7 @@ class Vmm {
   std::mutex calls_;  // protects what follows, and the number of segments; taken before the arena's lock
   std::vector<CUmemAccessDesc> access_;
   std::vector<Range> ranges_;
+  std::vector<Piece> refused_;  // what the driver would not take back
 };
 
 }  // namespace cushion

@@ -45,6 +45,8 @@ SETTINGS = {
     "deferred": {"CUSHION_FREE": "deferred"},
     "tracked": {"CUSHION_TRACK": "on", "CUSHION_INIT": "junk", "CUSHION_MAGAZINE_SIZE": "0"},
     "whole_device": {"CUSHION_MAX_SIZE": "100%", "CUSHION_SEGMENT_SIZE": "8MiB"},
+    "vmm": {"CUSHION_BACKING": "vmm"},
+    "vmm_whole_device": {"CUSHION_BACKING": "vmm", "CUSHION_MAX_SIZE": "100%", "CUSHION_MAGAZINE_SIZE": "0"},
     "arena": {"CUSHION_ALLOCATOR": "arena", "CUSHION_SUPERBLOCK_SIZE": "4MiB"},
     "arena_deferred": {"CUSHION_ALLOCATOR": "arena", "CUSHION_FREE": "deferred", "CUSHION_MAX_SIZE": "100%"},
     "binning": {"CUSHION_ALLOCATOR": "binning", "CUSHION_SUPERBLOCK_SIZE": "4MiB"},
@@ -58,7 +60,7 @@ SETTINGS = {
     "driver_12_0": {"EMU_DRIVER_VERSION": "12000", "CUSHION_INIT": "zero"},
     "driver_12_5": {"EMU_DRIVER_VERSION": "12050", "CUSHION_ALLOCATOR": "arena"},
 }
-LASTING = ("cuMemAlloc_v2", "cuMemAllocFromPoolAsync", "cuEventCreate", "cuStreamCreate")  # out of memory, for good
+LASTING = ("cuMemAlloc_v2", "cuMemCreate", "cuMemAllocFromPoolAsync", "cuEventCreate", "cuStreamCreate")  # out of memory, for good
 ALLOCATING = {*LASTING, "cuMemGetInfo_v2", "cuMemsetD8Async"}  # a free needs none of them
 HANDFUL = 8         # streams and spare events more than without a fault; a leak in a lasting fault is more
 FENCES = 32         # events of fences under way, FenceSet::kMost, that no query ends
