@@ -1432,7 +1432,7 @@ void Context::discard() {
   broken_.store(0, std::memory_order_relaxed);
   for (auto& stream : own_streams_) stream.store(nullptr, std::memory_order_relaxed);
   async_.discard();
-  if (vmm_.on()) vmm_.discard();
+  if (vmm_.on()) gauges_.held.add(static_cast<std::uint64_t>(vmm_.discard()));
   guard_.discard();
   quarantine_.discard();
   for (const auto& lane : host_) lane->open(next_serial(), nullptr);

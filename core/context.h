@@ -143,7 +143,7 @@ class Context {
   // Another device may use the context's memory, or may no more.
   void admit(CUdevice device, bool on) noexcept;
   Arena& global() const noexcept { return *arenas_[0].load(std::memory_order_relaxed); }
-  const Vmm& vmm() const noexcept { return vmm_; }
+  Vmm& vmm() noexcept { return vmm_; }
   Guard& guard() noexcept { return guard_; }
   Quarantine& quarantine() noexcept { return quarantine_; }
   void release(const Quarantine::Held& held) noexcept;  // to its arena, as freed now

@@ -84,6 +84,11 @@ class Pool {
   // Whether every invariant holds (block.h, heap.h, the sums above). For tests and debug builds: walks everything.
   bool valid() const noexcept;
 
+  // Whether the block is in the program's hands.
+  static bool in_use(const Block& block) noexcept {
+    const BlockState state = block.state();
+    return (state == BlockState::live || state == BlockState::freeing) && block.api != Api::superblock;
+  }
   // Calls visit(const LiveBlock&) for each block in the program's hands. Such blocks change hands without the arena's
   // lock: one that becomes cached while it is read is left out.
   struct LiveBlock {
@@ -98,7 +103,7 @@ class Pool {
   void for_each_live(Visit visit) const noexcept {
     for (const Segment* s = segments_; s != nullptr; s = s->next) {
       for (const Block* b = s->first; b != nullptr; b = b->upper) {
-        if (!in_use(*b) || b->api == Api::superblock) continue;
+        if (!in_use(*b)) continue;
         const LiveBlock live{b->address(),
                              b->size,
                              b->live.requested.acquire(),
@@ -111,10 +116,6 @@ class Pool {
   }
 
  private:
-  static bool in_use(const Block& block) noexcept {
-    const BlockState state = block.state();
-    return state == BlockState::live || state == BlockState::freeing;
-  }
   // Whether a free block has memory.
   bool is_mapped(const Block& block) const noexcept { return heaps_[block.heap]->order != Order::unmapped; }
   bool free_in(const Block* block, const Heap& heap) const noexcept {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <span>
 #include <string_view>
 #include <tuple>
 
@@ -208,6 +209,7 @@ class Writer {
     out_.print("  \"waits\": {{\"count\": {}, \"seconds\": {:.9f}, \"free_seconds\": {:.9f}}},\n", waits(),
                tick_.seconds(counters_.wait_ticks), tick_.seconds(counters_.free_wait_ticks));
     timeline();
+    peak_map();
     histograms();
     modules();
     frames();
@@ -416,6 +418,22 @@ class Writer {
       comma = ",\n";
     }
     out_.raw("\n  ],\n");
+  }
+  void peak_map() noexcept {
+    runtime_.peak_map().read(shared_, patience_, [&](const PeakMap::Map& map) {
+      out_.print("  \"peak_map\": {{\"time_s\": {:.6f}, \"live\": {}, \"cell\": {}, \"left_out\": {}, \"segments\": [",
+                 std::max(duration() - age(map.ns), 0.0), map.live, map.cell, map.left_out);
+      const char* comma = "\n";
+      for (const PeakMap::Strip& strip : std::span(map.strips).first(map.size)) {
+        out_.print("{}    {{\"device\": {}, \"address\": {}, \"size\": {}, \"used\": {}, \"largest_free_run\": {}, ",
+                   comma, strip.device, strip.address, strip.size, strip.used, strip.largest_free_run);
+        out_.raw("\"cells\": \"");
+        for (std::size_t i = 0; i < map.cells(strip); ++i) out_.print("{}", map.digit(strip, i));
+        out_.raw("\"}");
+        comma = ",\n";
+      }
+      out_.raw("\n  ]},\n");
+    });
   }
   // bucket(i): from, below, count.
   template <class Bucket>

@@ -325,6 +325,7 @@ void Runtime::use(std::uint64_t& live, std::uint64_t& held) noexcept {
 
 void Runtime::add_to_timeline(std::uint64_t ns) noexcept {
   timeline_.add(ns, [&](std::uint64_t& live, std::uint64_t& held) { use(live, held); });
+  peak_map_.update(shared_);
 }
 
 Note Runtime::note_now(std::uint64_t bytes) noexcept {

@@ -18,6 +18,7 @@
 #include "core/control_file.h"
 #include "core/marks.h"
 #include "core/patience.h"
+#include "core/peak_map.h"
 #include "core/report.h"
 #include "core/shared.h"
 #include "core/suppressions.h"
@@ -142,6 +143,7 @@ class Runtime {
   int report_now(const char* path) noexcept;  // null: as text to stderr. 0, or an errno
   const Marks& marks() const noexcept { return marks_; }
   const TimeLine& timeline() const noexcept { return timeline_; }
+  PeakMap& peak_map() noexcept { return peak_map_; }
   std::uint64_t track_switches() const noexcept { return switches_.load(std::memory_order_relaxed); }
   void forked() noexcept { control_file_.detach(); }  // in the child
 
@@ -244,6 +246,7 @@ class Runtime {
   bool chosen_ = false;                         // by the program, before start()
   Marks marks_;
   TimeLine timeline_;
+  PeakMap peak_map_;
   Program* program_ = nullptr;
   std::atomic<bool> reported_{false};
   std::atomic<bool> said_out_of_memory_{false};

@@ -69,6 +69,22 @@ class Segment {
                        : leaf_of(entry)->unit[offset / kUnit % Leaf::kUnits].load(std::memory_order_acquire);
     return block != nullptr && block->address() == at ? block : nullptr;
   }
+  // visit(const Block&) for the blocks entered that begin from `from` to below `to`, both at pages of the table, in
+  // order. Under the arena's lock.
+  template <class Visit>
+  void for_each_block(std::uint64_t from, std::uint64_t to, Visit visit) const noexcept {
+    for (std::uint64_t at = from; at < to; at += Leaf::kPage) {
+      const std::uintptr_t entry = entry_of(at).load(std::memory_order_relaxed);
+      if (entry == 0) continue;
+      if ((entry & kIsLeaf) == 0) {
+        visit(*reinterpret_cast<const Block*>(entry));
+        continue;
+      }
+      for (const auto& unit : leaf_of(entry)->unit) {
+        if (const Block* block = unit.load(std::memory_order_relaxed)) visit(*block);
+      }
+    }
+  }
   // False when the host has no memory for a leaf.
   bool enter(Block* block, Leaves& leaves) noexcept {
     Entry& entry = entry_of(block->address());

@@ -14,6 +14,13 @@
 
 namespace cushion {
 
+// Between two looks at what another thread is about to do.
+inline void pause() noexcept {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
 class SpinLock {
  public:
   [[gnu::always_inline]] void lock() noexcept {
@@ -30,9 +37,7 @@ class SpinLock {
   void wait(int tries) const noexcept {
     for (int i = 0; i < kSpins; ++i) {
       if (!locked_.load(std::memory_order_relaxed)) return;
-#if defined(__x86_64__)
-      __builtin_ia32_pause();
-#endif
+      pause();
     }
     if (tries < kYields) {
       sched_yield();

@@ -173,7 +173,7 @@ CUresult Vmm::reserve(std::uint64_t bytes) {
   return result != CUDA_SUCCESS ? result : CUDA_ERROR_NOT_SUPPORTED;
 }
 
-CUresult Vmm::create(std::uint64_t bytes, std::vector<Piece>& out) {
+CUresult Vmm::create(std::uint64_t bytes, std::vector<Piece>& out, std::int64_t& added) {
   out.reserve(out.size() + bytes / kLargest + 1);
   std::vector<Piece> fresh;
   fresh.reserve(bytes / kLargest + 1);
@@ -182,9 +182,10 @@ CUresult Vmm::create(std::uint64_t bytes, std::vector<Piece>& out) {
     const CUresult result =
         driver().call(driver().cuMemCreate, &piece.handle, static_cast<std::size_t>(piece.bytes), &properties_, 0ull);
     if (result != CUDA_SUCCESS) {
-      give_up(fresh);
+      added -= static_cast<std::int64_t>(give_up(fresh));
       return result;
     }
+    added += static_cast<std::int64_t>(piece.bytes);
     fresh.push_back(piece);
   }
   out.insert(out.end(), fresh.begin(), fresh.end());
@@ -223,10 +224,15 @@ CUresult Vmm::take_out(const Run& run, std::vector<Piece>& out) {
   return CUDA_SUCCESS;
 }
 
-void Vmm::give_up(const std::vector<Piece>& pieces) {
+std::uint64_t Vmm::give_up(const std::vector<Piece>& pieces) {
   refused_.insert(refused_.end(), pieces.begin(), pieces.end());
-  std::erase_if(refused_,
-                [&](const Piece& piece) { return driver().call(driver().cuMemRelease, piece.handle) == CUDA_SUCCESS; });
+  std::uint64_t gone = 0;
+  std::erase_if(refused_, [&](const Piece& piece) {
+    const bool took = driver().call(driver().cuMemRelease, piece.handle) == CUDA_SUCCESS;
+    gone += took ? piece.bytes : 0;
+    return took;
+  });
+  return gone;
 }
 
 // ---- growing and giving back -------------------------------------------------------------------------------------
@@ -279,8 +285,7 @@ CUresult Vmm::extend_by(const Need& need, std::uint64_t most, std::uint64_t room
     if (const CUresult result = reserve(round_up(room, kPage)); result != CUDA_SUCCESS) return result;
   }
   // New ones first: if there are none, nothing has changed.
-  CUresult result = target.block != nullptr ? create(fresh, pieces) : CUDA_ERROR_NOT_SUPPORTED;
-  if (result == CUDA_SUCCESS) added += static_cast<std::int64_t>(fresh);
+  CUresult result = target.block != nullptr ? create(fresh, pieces, added) : CUDA_ERROR_NOT_SUPPORTED;
   std::size_t emptied = 0;
   while (result == CUDA_SUCCESS && emptied < runs.size()) {
     result = take_out(runs[emptied], pieces);
@@ -288,8 +293,7 @@ CUresult Vmm::extend_by(const Need& need, std::uint64_t most, std::uint64_t room
   }
   if (result == CUDA_SUCCESS) result = map(target, pieces);
   if (result != CUDA_SUCCESS) {
-    for (const Piece& piece : pieces) added -= static_cast<std::int64_t>(piece.bytes);
-    give_up(pieces);
+    added -= static_cast<std::int64_t>(give_up(pieces));
   } else if (!runs.empty()) {
     count(shared_.counters.remaps);
   }
@@ -320,8 +324,7 @@ Vmm::Released Vmm::release(std::uint64_t keep) {
     std::vector<Piece> pieces;
     const bool out = context_.note(take_out(run, pieces));
     if (out) {
-      give_up(pieces);
-      released.bytes += run.bytes;
+      released.bytes += give_up(pieces);
       released.handles += pieces.size();
     }
     std::lock_guard lock(arena.mutex);
@@ -332,18 +335,6 @@ Vmm::Released Vmm::release(std::uint64_t keep) {
 
 // ---- other devices, and the end ----------------------------------------------------------------------------------
 
-template <class Visit>
-void Vmm::for_each_mapped(Visit visit) const {
-  for (const Range& range : ranges_) {
-    for (std::uint64_t page = 0; page < range.bytes / kPage;) {
-      std::uint64_t end = page;
-      while (end < range.bytes / kPage && range.pages[end].bytes != 0) end += range.pages[end].bytes / kPage;
-      if (end != page) visit(Run{nullptr, range.address + page * kPage, (end - page) * kPage});
-      page = std::max(end, page + 1);
-    }
-  }
-}
-
 void Vmm::admit(int device, bool on) {
   if (device == context_.device()) return;
   std::lock_guard calls(calls_);
@@ -352,25 +343,44 @@ void Vmm::admit(int device, bool on) {
   std::erase_if(access_, [&](const CUmemAccessDesc& known) { return known.location.id == device; });
   if (on) access_.push_back(access);
   CurrentContext current(driver(), context_.handle());
-  for_each_mapped([&](const Run& run) {
-    driver().call(driver().cuMemSetAccess, CUdeviceptr{run.address}, static_cast<std::size_t>(run.bytes), &access,
-                  std::size_t{1});
-  });
+  for (const Range& range : ranges_) {
+    for_each_mapped(range, [&](const Run& run) {
+      driver().call(driver().cuMemSetAccess, CUdeviceptr{run.address}, static_cast<std::size_t>(run.bytes), &access,
+                    std::size_t{1});
+    });
+  }
 }
 
-void Vmm::discard() {
+std::int64_t Vmm::discard() {
   std::lock_guard calls(calls_);
-  for_each_mapped([&](const Run& run) {
-    std::vector<Piece> pieces;
-    if (take_out(run, pieces) == CUDA_SUCCESS) give_up(pieces);
-  });
-  give_up({});
-  refused_.clear();
-  for (const Range& range : ranges_) {
+  const auto kept = [&] {
+    std::int64_t bytes = 0;
+    for (const Piece& piece : refused_) bytes += static_cast<std::int64_t>(piece.bytes);
+    for (const Range& range : stale_)
+      for_each_mapped(range, [&](const Run& run) { bytes += static_cast<std::int64_t>(run.bytes); });
+    return bytes;
+  };
+  const std::int64_t before = kept();
+  ranges_.insert(ranges_.end(), stale_.begin(), stale_.end());
+  stale_.clear();
+  std::erase_if(ranges_, [&](const Range& range) {
+    bool empty = true;
+    for_each_mapped(range, [&](const Run& run) {
+      std::vector<Piece> pieces;
+      if (take_out(run, pieces) == CUDA_SUCCESS) {
+        give_up(pieces);
+      } else {
+        empty = false;
+      }
+    });
+    if (!empty) return false;
     driver().call(driver().cuMemAddressFree, CUdeviceptr{range.address}, static_cast<std::size_t>(range.bytes));
     munmap(range.pages, range.bytes / kPage * sizeof(Piece));
-  }
-  ranges_.clear();
+    return true;
+  });
+  stale_.swap(ranges_);
+  give_up({});
+  return kept() - before;
 }
 
 }  // namespace cushion

@@ -18,12 +18,14 @@
 // given back 25 to 105 µs, where cuMemFree takes 29 to 145; a moved one about 40 µs.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <mutex>
 #include <vector>
 
 #include "core/arena.h"
 #include "core/driver.h"
+#include "core/patience.h"
 #include "core/shared.h"
 
 namespace cushion {
@@ -59,8 +61,16 @@ class Vmm {
   Released release(std::uint64_t keep);
   // Another device may use the memory, what there is and what comes, or may no more.
   void admit(int device, bool on);
+  // visit(address, bytes) for each stretch of mapped memory; false if the lock cannot be had in time.
+  template <class Visit>
+  bool inspect(Patience patience, Visit visit) {
+    std::unique_lock lock(calls_, std::defer_lock);
+    if (!lock_within(lock, patience)) return false;
+    for (const Range& range : ranges_) for_each_mapped(range, [&](const Run& run) { visit(run.address, run.bytes); });
+    return true;
+  }
   // The context is gone, and all that the arena knew with it.
-  void discard();
+  std::int64_t discard();  // bytes more that the driver refuses to take back
 
  private:
   using Handle = CUmemGenericAllocationHandle;
@@ -95,15 +105,24 @@ class Vmm {
   // Of the runs, what holds `bytes`, if they hold so much: the largest first.
   std::vector<Run> choose(std::vector<Run> runs, std::uint64_t bytes) const;
 
+  // visit(Run), as long ones as there are; it may unmap them.
   template <class Visit>
-  void for_each_mapped(Visit visit) const;  // visit(Run), as long ones as there are; it may unmap them
+  static void for_each_mapped(const Range& range, Visit visit) {
+    for (std::uint64_t page = 0; page < range.bytes / kSmallest;) {
+      std::uint64_t end = page;
+      while (end < range.bytes / kSmallest && range.pages[end].bytes != 0) end += range.pages[end].bytes / kSmallest;
+      if (end != page) visit(Run{nullptr, range.address + page * kSmallest, (end - page) * kSmallest});
+      page = std::max(end, page + 1);
+    }
+  }
   CUresult extend_by(const Need& need, std::uint64_t most, std::uint64_t roomy, bool move, std::int64_t& added);
   CUresult reserve(std::uint64_t bytes);
   // Handles of `bytes` in all; none if it fails.
-  CUresult create(std::uint64_t bytes, std::vector<Piece>& out);
+  CUresult create(std::uint64_t bytes, std::vector<Piece>& out, std::int64_t& added);
   CUresult map(const Run& at, const std::vector<Piece>& pieces);  // with access; nothing if it fails
   CUresult take_out(const Run& run, std::vector<Piece>& out);     // unmaps; nothing changed if it fails
-  void give_up(const std::vector<Piece>& pieces);                 // to the driver, and what it refused before
+  // To the driver, and what it refused before; the bytes that it took.
+  std::uint64_t give_up(const std::vector<Piece>& pieces);
 
   Shared& shared_;
   Context& context_;
@@ -114,7 +133,9 @@ class Vmm {
   std::mutex calls_;  // protects what follows, and the number of segments; taken before the arena's lock
   std::vector<CUmemAccessDesc> access_;
   std::vector<Range> ranges_;
-  std::vector<Piece> refused_;  // what the driver would not take back
+  std::vector<Range>
+      stale_;  // of contexts that are gone, with mappings that the driver would not end: they count as held
+  std::vector<Piece> refused_;  // what the driver would not take back: it counts as held
 };
 
 }  // namespace cushion

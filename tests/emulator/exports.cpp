@@ -254,6 +254,9 @@ void* Look(std::string_view name, int version, cuuint64_t flags, CUdriverProcAdd
   for (std::size_t i = 0; i < left.size(); ++i) {
     std::fprintf(file, "%s %zu %zu\n", kKinds[i], left[i].first, left[i].second);
   }
+  std::size_t physical = 0;
+  for (const auto& [handle, memory] : driver().virtual_memory.handles) physical += memory->size;
+  std::fprintf(file, "handles %zu %zu\n", driver().virtual_memory.handles.size(), physical);
   std::fprintf(file, "streams %zu 0\nevents %zu 0\n", driver().streams.size(), driver().events.size());
   std::fclose(file);
 }

@@ -235,7 +235,7 @@ def books_of(setting, plan, run, healthy):
         yield f"not requested <= handed out <= held: {dict(total)}"
     if plan is not None and plan.code == STICKY and run.left[1] < healthy.left[1]:
         return  # broken at its end: the driver's side says nothing
-    given = run.kept["device"][1]
+    given = run.kept["device"][1] + run.kept["handles"][1]
     if not 0 <= given - total["held"] - driver_bytes <= SPARE:
         yield f"the driver has given {given} bytes, the report knows of {dict(total)}"
     unknown = run.kept["pool"][0] - driver_pool - (live["pool"] if not pooled else 0)

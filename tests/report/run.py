@@ -148,7 +148,8 @@ def schema_describes_real_reports(setting):
     schema = validator(strict=True)
     for path in (setting.leaks("tracked.json"), setting.leaks("untracked.json", CUSHION_TRACK="off"),
                  setting.leaks("auto.json", CUSHION_FREE="auto"), setting.leaks("cuda.json", CUSHION_ALLOCATOR="cuda"),
-                 setting.real("demo.json", "driver_demo", "5"), FULL):
+                 setting.real("demo.json", "driver_demo", "5"), FULL,
+                 setting.real("holes.json", "report/holes", setting.scratch / "blocks")):
         report = json.loads(path.read_text())
         equal(errors(schema, report), [], f"{path.name} against the schema")
     equal(len(json.loads((setting.scratch / "tracked.json").read_text())["live"]), 4, "groups of live blocks")
@@ -191,6 +192,11 @@ def schema_and_reader_refuse_the_same(setting):
              changed("frames", 0, "offset", to=0.5), changed("frames", 0, "module", to="libc.so.6"),
              changed("devices", 0, "fragmentation", "free", to=-1), changed("waits", "free_seconds", to="1"),
              changed("timeline", 7, "live", remove=True),
+             changed("peak_map", to=[]), changed("peak_map", "time_s", to="0"), changed("peak_map", "live", to=-1),
+             changed("peak_map", "cell", to=0), changed("peak_map", "left_out", remove=True),
+             changed("peak_map", "segments", 0, to="9"), changed("peak_map", "segments", 0, "address", to="0x7f"),
+             changed("peak_map", "segments", 1, "used", remove=True), changed("peak_map", "segments", 2, "cells", to=9),
+             changed("peak_map", "segments", 2, "cells", to="90a"),
              changed("timeline", 3, to=[0, 1, 2]), changed("size_histogram", 0, "from", to="0"),
              changed("lifetime_histogram", 1, "count", remove=True)]
     for report, path in wrong:
@@ -344,13 +350,52 @@ def text_of_every_section(setting):
                  "\n  temporary  of all\n      8 800  97.8 %\n      load_batch & <shuffle>  ",
                  "\nWhere cudaFree waited, by call stack\n      time  waits\n    1.50 s     12\n",
                  "waits    322, 2.50 s in all, 2.25 s of it in cudaFree: what FREE=deferred could save",
-                 "805.00 MiB free in the pool, at most 512.00 MiB in one piece; fragmentation 0.57", "\n      0x7ffff7",
+                 "805.00 MiB free in the pool, at most 512.00 MiB in one piece; fragmentation 0.57",
+                 "\n  map at peak  3 segments, 2.21 GiB, 72.3 % used, largest free run 256.00 MiB; 1.58 GiB live, after "
+                 "31.50 s\n",
+                 "\n      0x7ffff7",
                  "      forward  /home/someone/projects/language-model/model/attention.py:77",
                  "libcublasLt.so.13+0x51f2c0", "Never freed: 72 blocks, 1.43 GiB"):
         check(line in text, f"no {line!r} in\n{text}")
     report = full()
     report["live_complete"] = False
     check("Never freed: known in part only" in setting.text(setting.write("part.json", report)), "no word of the part")
+
+
+@case
+def map_at_the_peak(setting):
+    """It is where the program says that its blocks were: at its end, and at the peak before everything was freed."""
+    for allocator in ("pool", "arena", "binning"):
+        for how in ([], ["freed"]):
+            what, at = f"{allocator} {how}", setting.scratch / "blocks"
+            path = setting.real("holes.json", "report/holes", at, *how, CUSHION_ALLOCATOR=allocator)
+            report = json.loads(path.read_text())
+            found, blocks = report["peak_map"], [tuple(map(int, line.split())) for line in at.read_text().splitlines()]
+            equal(found["live"], sum(size for _, size in blocks), f"{what}: live bytes")
+            check(found["live"] >= report["devices"][0]["requested"]["peak"] - 512, f"{what}: {report['devices']}")
+            check(0 < found["time_s"] < report["program"]["duration_s"] + 1e-6, f"{what}: {found['time_s']}")
+            equal(found["left_out"], 0, what)
+            segments, cell = found["segments"], found["cell"]
+            check(segments == sorted(segments, key=lambda s: s["address"]), f"{what}: not in order")
+            equal(sum(s["size"] for s in segments), report["devices"][0]["held"]["peak"], f"{what}: bytes held")
+            equal(sum(s["used"] for s in segments), sum(size for _, size in blocks), f"{what}: bytes used")
+            for s in segments:
+                start, end, used = s["address"], s["address"] + s["size"], [0] * (-(-s["size"] // cell))
+                inside = [(address, size) for address, size in blocks if start <= address < end]
+                for address, size in inside:
+                    for i in range((address - start) // cell, -(-(address + size - start) // cell)):
+                        low, high = start + i * cell, min(start + (i + 1) * cell, end)
+                        used[i] += min(high, address + size) - max(low, address)
+                whole = [min(cell, s["size"] - i * cell) for i in range(len(used))]
+                digits = ["9" if u == all_of_it else str(-(-8 * u // all_of_it)) for u, all_of_it in zip(used, whole)]
+                equal(s["cells"], "".join(digits), f"{what}: cells at {start:#x}")
+                borders = [start, *(b for address, size in inside for b in (address, address + size)), end]
+                equal(s["largest_free_run"], max(b - a for a, b in zip(borders[::2], borders[1::2])), f"{what}: run")
+            check(sum(len(s["cells"]) for s in segments) <= 4096, f"{what}: too many cells")
+            text = setting.text(path)
+            check(re.search(rf"\n  map at peak  {len(segments)} segments, .* MiB; 152.06 MiB live, after ", text), text)
+    check("peak_map" not in json.loads(setting.leaks("off.json", CUSHION_TRACK="off").read_text()), "without tracking")
+    check("peak_map" not in json.loads(setting.leaks("cuda.json", CUSHION_ALLOCATOR="cuda").read_text()), "of no pool")
 
 
 def on_terminal(setting, columns, *arguments, code=0, **environment):
@@ -1033,6 +1078,12 @@ try {
   probe.titles = [...document.querySelectorAll("h2")].map((h) => h.textContent);
   probe.lines = [...document.querySelectorAll(".chart svg")].map((s) => s.getBoundingClientRect().width);
   probe.bars = [...document.querySelectorAll(".hist .bar")].map((b) => b.getBoundingClientRect().width);
+  probe.strips = [...document.querySelectorAll(".map svg")].map((s) => {
+    const cells = (path) => [...path.getAttribute("d").matchAll(/h(\\d+)/g)].reduce((sum, run) => sum + +run[1], 0);
+    const all = (paths) => [...s.querySelectorAll(paths)].reduce((sum, path) => sum + cells(path), 0);
+    return { title: s.querySelector("title").textContent, width: s.getBoundingClientRect().width, free: all(".free"),
+      all: all("path") };
+  });
   const flame = document.querySelector(".flame");
   if (flame) {
     const share = (n) => n.getBoundingClientRect().width / flame.getBoundingClientRect().width;
@@ -1155,7 +1206,8 @@ def page_in_a_browser(setting):
     setting.text(FULL, "--html", page)
     browser = Browser(setting)
     wide = browser.probe(page, 1280)
-    equal(wide["titles"], ["Memory over time", "Never freed, by call stack", "At the peak, by call stack",
+    equal(wide["titles"], ["Memory over time", "Map of the address space at peak",
+                           "Never freed, by call stack", "At the peak, by call stack",
                            "Never freed", "Most allocations, by call stack",
                            "Most temporary allocations, by call stack", "Where cudaFree waited, by call stack",
                            "Memory by device", "Sizes asked for",
@@ -1172,8 +1224,14 @@ def page_in_a_browser(setting):
     equal(wide["mostBlocks"], ["31", "24", "12", "3", "2"], "leaks by blocks")
     equal(wide["fewestBlocks"], ["2", "3", "12", "24", "31"], "leaks by blocks, the other way")
     equal(wide["calls"][0], "cuMemAllocAsync", "leaks by call")
+    segments = full()["peak_map"]["segments"]
+    equal([(s["all"], s["free"]) for s in wide["strips"]],
+          [(len(s["cells"]), s["cells"].count("0")) for s in segments], "cells of the map, and free ones")
+    equal(wide["strips"][1]["title"], "device 0, 0x7f3640000000: 768.00 MiB, 77.5 % used, largest free run 128.00 MiB",
+          "a segment of the map")
     for width in (1280, 390, 320):
         found = browser.probe(page, width)
+        check(all(s["width"] > width / 2 for s in found["strips"]), f"at {width} pixels the map has {found['strips']}")
         check(found["overflow"] <= 0, f"at {width} pixels the page is {found['overflow']} too wide")
         check(found["lines"][0] > width / 2, f"at {width} pixels the time line has {found['lines'][0]}")
     bright = browser.picture(page, "desktop", 1280)
@@ -1192,8 +1250,8 @@ def pages_of_real_reports_and_ranks(setting):
     setting.text(setting.leaks("a.json"), setting.leaks("b.json"), FULL, "--html", ranks)
     browser = Browser(setting)
     found = browser.probe(page, 390)
-    equal(found["titles"], ["Memory over time", "Never freed", "Memory by device", "Sizes asked for", "Calls"],
-          "sections of a report without stacks")
+    equal(found["titles"], ["Memory over time", "Map of the address space at peak", "Never freed", "Memory by device",
+                            "Sizes asked for", "Calls"], "sections of a report without stacks")
     equal(found["bytes"], ["14.31 MiB", "205.08 KiB", "48.22 KiB", "1000 B"], "leaks")
     check(found["overflow"] <= 0, f"{found['overflow']} too wide")
     found = browser.probe(ranks, 390)

@@ -82,6 +82,7 @@ class Page {
     cards();
     ranks();
     timelines();
+    map();
     const Samples live = live_samples(reports_);
     if (live.any_stack) flame("Never freed, by call stack", live);
     flame("At the peak, by call stack", peak_samples(reports_));
@@ -198,6 +199,51 @@ class Page {
         "<div class=\"x\"><span>{}</span><span>{}</span></div></div>\n",
         bytes_text(most), bytes_text(most / 2), bytes_text(most), data, path(&TimePoint::live), path(&TimePoint::held),
         seconds_text(from), seconds_text(points.back().time_s));
+  }
+
+  // Of one report only. Rows of kRow cells, the same width for the same bytes in all segments.
+  void map() {
+    const Report& report = reports_.front();
+    if (reports_.size() > 1 || !report.peak_map) return;
+    const MapAtPeak& map = *report.peak_map;
+    open("Map of the address space at peak");
+    put("<p>{}; the peak was {}.{}</p>\n<p class=\"quiet\">A cell is {}. Used by the program: none <span "
+        "class=\"scale\">",
+        map_text(map), bytes_text(report.total(&DeviceUse::requested).peak),
+        map.left_out == 0 ? std::string() : fmt::format(" {} smaller segments are left out.", count_text(map.left_out)),
+        bytes_text(map.cell));
+    for (std::size_t digit = 0; digit <= 9; ++digit) put("<i {}></i>", shade(digit));
+    put("</span> all</p><div class=\"map\">\n");
+    for (const MapSegment& segment : map.segments) strip(segment);
+    put("</div>\n");
+    close();
+  }
+
+  static std::string shade(std::size_t digit) {
+    if (digit == 0) return "class=\"free\"";
+    return fmt::format("style=\"opacity:{:.2f}\"", 0.2 + 0.8 * static_cast<double>(digit) / 9);
+  }
+
+  void strip(const MapSegment& segment) {
+    constexpr std::size_t kRow = 256;
+    const std::string what = fmt::format("device {}, {:#x}: {}, {} used", segment.device, segment.address,
+                                         bytes_text(segment.size), share_text(segment.used, segment.size));
+    const std::size_t rows = (segment.cells.size() + kRow - 1) / kRow;
+    std::array<std::string, 10> runs;  // of cells of one digit, as the paths that draw them
+    for (std::size_t from = 0, to = 0; from < segment.cells.size(); from = to) {
+      const char digit = segment.cells[from];
+      const std::size_t row = from / kRow;
+      while (to < segment.cells.size() && to / kRow == row && segment.cells[to] == digit) ++to;
+      fmt::format_to(std::back_inserter(runs[static_cast<std::size_t>(digit - '0')]), "M{} {}h{}v.85h-{}z", from % kRow,
+                     row, to - from, to - from);
+    }
+    put("<p class=\"quiet\">{}</p><svg viewBox=\"0 0 {} {}\" preserveAspectRatio=\"none\" style=\"height:{}px\" "
+        "role=\"img\" aria-label=\"{}\"><title>{}, largest free run {}</title>",
+        what, kRow, rows, rows * 14, what, what, bytes_text(segment.largest_free_run));
+    for (std::size_t digit = 0; digit < runs.size(); ++digit) {
+      if (!runs[digit].empty()) put("<path {} d=\"{}\"/>", shade(digit), runs[digit]);
+    }
+    put("</svg>\n");
   }
 
   void flame(const std::string& title, const Samples& samples) {

@@ -195,6 +195,19 @@ std::vector<Bucket> buckets(const Node& root, const char* key) {
   return all;
 }
 
+MapAtPeak map_at_peak(const Node& node) {
+  MapAtPeak map{node.number("time_s"), node.whole("live"), node.whole("cell"), node.whole("left_out"), {}};
+  Node::expect(map.cell != 0, "more than 0", node.value()["cell"], node.path_of("cell"));
+  node.objects("segments", true, [&](const Node& one) {
+    map.segments.push_back({one.whole("device"), one.whole("address"), one.whole("size"), one.whole("used"),
+                            one.whole("largest_free_run"), one.text("cells")});
+    const std::string& cells = map.segments.back().cells;
+    Node::expect(cells.find_first_not_of("0123456789") == std::string::npos, "digits", one.value()["cells"],
+                 one.path_of("cells"));
+  });
+  return map;
+}
+
 // The places in `size` things that an array of whole numbers names.
 std::vector<std::size_t> indices(const Node& node, const char* key, const char* what, std::size_t size) {
   const json& array = node.member(key, &json::is_array, "an array");
@@ -288,6 +301,7 @@ void read_sections(const Node& root, Report& report) {
     report.timeline.push_back({point.number("time_s"), point.whole("live"), point.whole("held")});
   });
   std::ranges::stable_sort(report.timeline, {}, &TimePoint::time_s);
+  if (root.has("peak_map")) report.peak_map = map_at_peak(root.object("peak_map"));
   report.size_histogram = buckets(root, "size_histogram");
   report.lifetime_histogram = buckets(root, "lifetime_histogram");
 }

@@ -100,6 +100,23 @@ struct TimePoint {
   std::uint64_t held = 0;
 };
 
+struct MapSegment {  // of memory held from the driver
+  std::uint64_t device = 0;
+  std::uint64_t address = 0;
+  std::uint64_t size = 0;
+  std::uint64_t used = 0;  // bytes in the program's hands
+  std::uint64_t largest_free_run = 0;
+  std::string cells;  // '0', nothing of it is used, to '9', all is
+};
+
+struct MapAtPeak {  // of the address space
+  double time_s = 0;
+  std::uint64_t live = 0;
+  std::uint64_t cell = 0;      // bytes
+  std::uint64_t left_out = 0;  // segments
+  std::vector<MapSegment> segments;
+};
+
 struct Bucket {  // from <= x < below; bytes or seconds
   double from = 0;
   std::optional<double> below;
@@ -134,6 +151,7 @@ struct Report {
   std::vector<std::shared_ptr<const Module>> modules;
   std::vector<Stack> stacks;
   std::vector<TimePoint> timeline;
+  std::optional<MapAtPeak> peak_map;
   std::vector<Bucket> size_histogram;
   std::vector<Bucket> lifetime_histogram;
 

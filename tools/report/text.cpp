@@ -49,6 +49,7 @@ class View {
       if (device.fragmentation)
         line(fmt::format("device {}  {}", device.device, fragmentation_text(*device.fragmentation)));
     }
+    if (report.peak_map) line("map at peak  " + map_text(*report.peak_map));
     heading("Calls");
     fact("served",
          fmt::format("{} by Cushion, {} passed to the driver ({} served)", count_text(report.served),

@@ -134,6 +134,20 @@ std::string fragmentation_text(const Fragmentation& fragmentation) {
                      1 - fragmentation.free_squares);
 }
 
+std::string map_text(const MapAtPeak& map) {
+  std::uint64_t size = 0;
+  std::uint64_t used = 0;
+  std::uint64_t run = 0;
+  for (const MapSegment& segment : map.segments) {
+    size = add(size, segment.size);
+    used = add(used, segment.used);
+    run = std::max(run, segment.largest_free_run);
+  }
+  return fmt::format("{} {}, {}, {} used, largest free run {}; {} live, after {}", count_text(map.segments.size()),
+                     map.segments.size() == 1 ? "segment" : "segments", bytes_text(size), share_text(used, size),
+                     bytes_text(run), bytes_text(map.live), seconds_text(map.time_s));
+}
+
 std::string waits_text(const Report& report) {
   std::string text = fmt::format("{}, {} in all", count_text(report.waits), seconds_text(report.wait_seconds));
   if (report.free_wait_seconds && *report.free_wait_seconds > 0) {

@@ -39,8 +39,9 @@ std::string frame_place(const Frame& frame);  // "file:line", else the module; e
 // A stack in one line, without namespaces and parameters: "alloc_block ← empty_cuda ← forward".
 std::string chain_text(const Stack& stack);
 
-// "209 MiB free in the pool, ..."; "12, 3.40 s in all, ..."
+// "209 MiB free in the pool, ..."; "12 segments, 8.00 GiB, 71.0 % used, ..."; "12, 3.40 s in all, ..."
 std::string fragmentation_text(const Fragmentation& fragmentation);
+std::string map_text(const MapAtPeak& map);
 std::string waits_text(const Report& report);
 
 // What a counter of `calls` counts; of one that this version does not know, its key.
