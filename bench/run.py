@@ -61,6 +61,7 @@ ALLOCATORS = {  # in the order of the columns; the first is what the others are 
     "native": Allocator("native"),
     "pool": cushion("Cushion, `sync`", allocator="pool", free="sync"),
     "pool_deferred": cushion("Cushion, `deferred`", allocator="pool", free="deferred"),
+    "pool_vmm": cushion("Cushion, `vmm`", allocator="pool", free="sync", backing="vmm"),
     "pool_auto": cushion("Cushion, `auto`", allocator="pool", free="auto"),
     "pool_track": cushion("Cushion, tracking", allocator="pool", free="sync", track="on"),
     "pool_sampled": cushion("Cushion, sampled stacks", allocator="pool", free="sync", track="sampled"),
@@ -74,6 +75,8 @@ ALLOCATORS = {  # in the order of the columns; the first is what the others are 
     "rmm_arena": rmm("RMM arena"),
     "rmm_binning": rmm("RMM binning"),
     "rmm_cuda_async": rmm("RMM cuda_async"),
+    "torch": Allocator("PyTorch", suffix="_torch"),
+    "torch_expandable": Allocator("PyTorch, expandable segments", suffix="_torch"),
 }
 ALL = ("native", "pool", "pool_deferred", "null")
 REAL = ("native", "pool", "pool_deferred")  # where a kernel touches its block
@@ -114,7 +117,8 @@ def plan(scale):
     if scale != "complete":  # without the cells that take more than 15 s each
         random_malloc["native"] = "/native/(10000?/|100000/(1|4|64)/)"
         random_async["rmm_arena"] = "/(10000?/|100000/(64|256|1024|4096)/)"
-    held = dict.fromkeys(("pool", "rmm_pool", "rmm_binning", "native"), "BM_Fragmentation")
+    held = dict.fromkeys(("pool", "pool_vmm", "rmm_pool", "rmm_binning", "native", "torch", "torch_expandable"),
+                         "BM_Fragmentation")
     streams = {} if scale == "complete" else dict.fromkeys(BESIDE + REAL, "/(1/1|4/4)/[01]/")
     if goals:  # of the driver's own pool and of tracked RMM without the cells that take more than a second
         random_malloc["native"] = "/native/(1000/|10000/(1|4|64)/|100000/(1|4|64)/)"
@@ -123,12 +127,13 @@ def plan(scale):
         random_async["rmm_pool_track"] = "/(10000?/|100000/(64|256|1024|4096)/)"
         held["native"] = "/uniform_(1|4|64)/"
         streams = dict.fromkeys(BESIDE + REAL, "/4/4/[01]/") | dict.fromkeys(("native", "pool"), "/(1/1/1|4/4/[01])/")
+        random_async |= dict.fromkeys(("pool_sampled", "pool_stacks"), "/10000/")
     else:
         held |= dict.fromkeys(("arena", "binning"), "BM_Fragmentation")
     reserved = {"CUSHION_INITIAL_SIZE": "256MiB"}  # a cold start is about order, not about the driver's allocations
     programs = [
-        *(Program(f"pair_{runtime}", allocators=("native", "pool", "pool_deferred", "pool_auto", "null"),
-                  select={"null": "Pair/", "pool_auto": "MallocFreePair/|MallocKernelFree/|Chain/"})  # no second stream
+        *(Program(f"pair_{runtime}", allocators=("native", "pool", "pool_vmm", "pool_deferred", "pool_auto", "null"),
+                  select={"null": "Pair/", "pool_vmm": "Pair/", "pool_auto": "MallocFreePair/|MallocKernelFree/|Chain/"})  # no second stream
           for runtime in ("static", "shared")),
         Program("threads", pinned=False),
         Program("multi_stream_allocations", "async", BESIDE, streams, reserved, repetitions=3),
@@ -136,8 +141,10 @@ def plan(scale):
         Program("latency", "async", ("native", "pool", "rmm_pool"), dict.fromkeys(("pool", "rmm_pool"), "Growing"),
                 pinned=False),
         Program("random_allocations", "async",
-                ("pool", "rmm_binning", "rmm_pool", "rmm_cuda_async", "pool_track", "native"), random_async),
+                ("pool", "pool_track", "pool_sampled", "pool_stacks", "rmm_binning", "rmm_pool", "rmm_cuda_async",
+                 "native"), random_async),
         Program("fragmentation", "async", tuple(held), held=held),
+        Program("backing", "malloc", ("native", "pool", "pool_vmm"), settings={"CUSHION_RELEASE_THRESHOLD": "0"}),
         Program("random_allocations", "malloc", ("pool", "pool_deferred", "native"), random_malloc),
         Program("random_allocations", "async",
                 ("arena", "binning", "async", "rmm_arena", "rmm_pool_track") + (() if goals else ("null",)),

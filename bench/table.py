@@ -153,7 +153,7 @@ def random_async_table(results):
 def tracking_table(results):
     """What each level of tracking costs on the random table, and RMM's tracking."""
     levels = (("pool", ("pool_track", "pool_sampled", "pool_stacks")), ("rmm_pool", ("rmm_pool_track",)))
-    pairs = [(off, on) for off, those in levels for on in those]
+    pairs = [(off, on) for off, those in levels for on in those if on in results.titles]
     rows = [row for row in results.of("random_allocations", "async") if any(on in row["ns"] for _, on in pairs)]
     columns = [[quotient(row["ns"].get(on), row["ns"].get(off)) for row in rows] for off, on in pairs]
     lines = [[f"`{row['benchmark']}`"] + [show_time(row["ns"].get(off)) for off, _ in levels]
@@ -176,6 +176,15 @@ def held_table(results):
                      + [show_fine(quotient(bytes_held, trace["live"])) for bytes_held in held])
     head = ["held ÷ live, at peak", "live", "ideal best fit"]
     return rows and grid(head + [results.titles[a] for a in present], lines)
+
+
+def backing_table(results):
+    """What memory from the driver costs, and whether scattered memory serves a large request."""
+    rows = [row | {"ns": {a: ns for a, ns in row["ns"].items() if row.get("counters", {}).get(a, {}).get("served", 1)}}
+            for row in results.of("backing")]
+    present = [a for a in results.titles if any(a in row["ns"] for row in results.of("backing"))]
+    lines = [[f"`{row['benchmark']}`"] + [show_time(row["ns"].get(a)) for a in present] for row in rows]
+    return rows and grid(["`cudaMalloc`; –: out of memory"] + [results.titles[a] for a in present], lines)
 
 
 def latency_table(results):
@@ -217,7 +226,7 @@ def goals(summary):
     emulator = summary["scale"] == "emulator"
     judged = held_goals(results, *(("driver_pairs", "both", "Async") if emulator else ("fragmentation", "async", "")))
     if not emulator:
-        judged = random_goals(results) + pair_goals(results) + stream_goals(results) + judged + latency_goals(results)
+        judged = random_goals(results) + pair_goals(results) + stream_goals(results) + judged + backing_goals(results) + latency_goals(results)
     return [{"measure": measure, "goal": f"{sense} {show(bound)}" if sense else "–", "measured": show(value),
              "met": None if not sense else value >= bound if sense == "≥" else value <= bound}
             for measure, value, sense, bound, show in judged if value is not None]
@@ -231,6 +240,8 @@ def random_goals(results):
     leads = [lead for row in stream if (lead := results.lead(row)) is not None]
     tracking = [ratio for row in stream
                 if (ratio := quotient(row["ns"].get("pool_track"), row["ns"].get("pool"))) is not None]
+    usual = next((row["ns"] for row in stream if row["benchmark"] == f"{RANDOM}10000/1"), {})
+    stack = (usual["pool_stacks"] - usual["pool"]) / 10000 if {"pool", "pool_stacks"} <= usual.keys() else None
 
     def speedups(allocator):
         return mean(quotient(row["ns"].get("native"), row["ns"].get(allocator)) for row in malloc)
@@ -253,7 +264,11 @@ def random_goals(results):
          show_ratio),
         ("random table, RMM's pool by stream ÷ `deferred` by malloc, geometric mean", beside("pool_deferred"), None,
          None, show_ratio),
-        ("random table by stream, tracking on ÷ off, geometric mean", mean(tracking), "≤", 1.1, show_fine),
+        (f"`{RANDOM}10000/1` by stream, tracking on ÷ off", quotient(usual.get("pool_track"), usual.get("pool")), "≤",
+         1.1, show_fine),
+        ("the same, sampled ÷ off", quotient(usual.get("pool_sampled"), usual.get("pool")), "≤", 1.15, show_fine),
+        ("the same, call stacks of depth 20: more for each allocation and its free", stack, "≤", 1000, show_time),
+        ("random table by stream, tracking on ÷ off, geometric mean", mean(tracking), None, None, show_fine),
         ("the same, the worst cell", max(tracking, default=None), None, None, show_fine),
     ]
 
@@ -317,6 +332,34 @@ def held_goals(results, program, api, call):
     return judged
 
 
+def backing_goals(results):
+    def growth(allocator, bytes_):
+        return results.ns.get(("backing", "malloc", f"BM_Growth/{bytes_}", allocator))
+
+    def hit(call, allocator):
+        return results.ns.get(("pair_static", "both", f"BM_{call}Pair/1048576", allocator))
+
+    def held(allocator):
+        counters = results.counters.get(("fragmentation", "async", "BM_Fragmentation/training", allocator), {})
+        return quotient(counters.get("held"), counters.get("live"))
+
+    scattered = {a: results.counters.get(("backing", "malloc", "BM_Scattered", a), {}) for a in ("native", "pool_vmm")}
+    return [
+        ("a block of half of all freed memory, scattered in pieces of 64 MiB: natively (1: served)",
+         scattered["native"].get("served"), None, None, show_fine),
+        ("the same under `BACKING=vmm`", scattered["pool_vmm"].get("served"), "≥", 1, show_fine),
+        *((f"growth by {bytes_ >> 20} MiB, `vmm` ÷ native cudaMalloc",
+           quotient(growth("pool_vmm", bytes_), growth("native", bytes_)), "≤" if bytes_ <= 64 << 20 else None,
+           1 if bytes_ <= 64 << 20 else None, show_fine) for bytes_ in (2 << 20, 8 << 20, 64 << 20, 256 << 20, 1 << 30,
+                                                                       4 << 30)),
+        ("async pair of 1 MiB, static runtime, `vmm` ÷ `driver`",
+         quotient(hit("MallocFreeAsync", "pool_vmm"), hit("MallocFreeAsync", "pool")), "≤", 1.05, show_fine),
+        ("training loop, held ÷ live at peak, `vmm`", held("pool_vmm"), "≤", 1.05, show_fine),
+        ("the same, PyTorch", held("torch"), None, None, show_fine),
+        ("the same, PyTorch's expandable segments", held("torch_expandable"), None, None, show_fine),
+    ]
+
+
 def latency_goals(results):
     native = results.counters.get(("latency", "malloc", "BM_OneAllocation/65536", "native"), {}).get("mean")
 
@@ -342,7 +385,8 @@ def tables(summary):
     }
     found = {name: speed_table(results, rows, **options) for name, (rows, options) in timed.items() if rows}
     found |= {"random_malloc": random_malloc_table(results), "random_async": random_async_table(results),
-              "tracking": tracking_table(results), "held": held_table(results), "latency": latency_table(results),
+              "tracking": tracking_table(results), "held": held_table(results), "backing": backing_table(results),
+              "latency": latency_table(results),
               "goals": summary["goals"] and goal_table(summary["goals"]),
               "settings": settings_table(results, summary), "machine": machine_line(summary["machine"])}
     return {name: table for name, table in found.items() if table}

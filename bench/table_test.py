@@ -51,11 +51,25 @@ class Goals(unittest.TestCase):
                 for count, ns in ((1, {"pool": 90, "null": 56}), (16, {"pool": 10, "null": 4}))]
         self.assertEqual(list(self.judged(*rows).values()), [("9.00×", False), ("14×", None)])
 
-    def test_tracking_is_reported_at_its_worst_and_judged_on_its_mean(self):
-        judged = self.judged(random_row("1000/1", pool=100, pool_track=100),
+    def test_tracking_is_judged_where_the_goal_says_and_reported_over_all(self):
+        judged = self.judged(random_row("10000/1", pool=1e6, pool_track=1.1e6, pool_sampled=1.16e6, pool_stacks=11e6),
                              random_row("1000/4", pool=100, pool_track=121))
-        self.assertEqual(judged["random table by stream, tracking on ÷ off, geometric mean"], ("1.100", True))
+        self.assertEqual(judged["`BM_RandomAllocations/10000/1` by stream, tracking on ÷ off"], ("1.100", True))
+        self.assertEqual(judged["the same, sampled ÷ off"], ("1.160", False))
+        self.assertEqual(judged["the same, call stacks of depth 20: more for each allocation and its free"],
+                         ("1.00 µs", True))
+        self.assertEqual(judged["random table by stream, tracking on ÷ off, geometric mean"], ("1.154", None))
         self.assertEqual(judged["the same, the worst cell"], ("1.210", None))
+
+    def test_growth_is_judged_up_to_a_handle_and_scattered_memory_must_serve(self):
+        rows = [{"program": "backing", "api": "malloc", "benchmark": f"BM_Growth/{bytes_}",
+                 "ns": {"native": 50, "pool_vmm": 100}} for bytes_ in (64 << 20, 256 << 20)]
+        rows.append({"program": "backing", "api": "malloc", "benchmark": "BM_Scattered", "ns": {"native": 5, "pool_vmm": 7},
+                     "counters": {"native": {"served": 0}, "pool_vmm": {"served": 1}}})
+        judged = self.judged(*rows)
+        self.assertEqual(judged["growth by 64 MiB, `vmm` ÷ native cudaMalloc"], ("2.000", False))
+        self.assertEqual(judged["growth by 256 MiB, `vmm` ÷ native cudaMalloc"], ("2.000", None))
+        self.assertEqual(judged["the same under `BACKING=vmm`"], ("1.000", True))
 
     def test_held_over_live(self):
         column = "random table by stream, column of {} MiB, held ÷ live at peak"

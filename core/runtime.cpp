@@ -431,6 +431,13 @@ bool Runtime::owns(CUdeviceptr address) noexcept {
   return found != foreign_->end() && found->second.server != nullptr;
 }
 
+CUcontext Runtime::context_of_mapped(CUdeviceptr address) noexcept {
+  const Segment* segment = shared_.map.find(address);
+  if (segment == nullptr) return nullptr;
+  Context& context = segment->arena()->context();
+  return context.vmm().on() ? context.handle() : nullptr;
+}
+
 std::optional<CUresult> Runtime::free(CUdeviceptr address) noexcept {
   Segment* segment = shared_.map.find(address);
   if (segment == nullptr) {

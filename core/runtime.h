@@ -73,6 +73,8 @@ class Runtime {
   std::optional<CUresult> free_async(CUdeviceptr address, CUstream stream) noexcept;
   // Whether the pointer lies in one of our segments or is a block of the async allocator's.
   bool owns(CUdeviceptr address) noexcept;
+  // The context of the pool that it lies in, if that is of mapped memory (vmm.h); else null.
+  CUcontext context_of_mapped(CUdeviceptr address) noexcept;
 
   // ---- what went to the driver
   void forwarded(Api api) noexcept { count(shared_.counters.forwarded[static_cast<int>(api)]); }

@@ -300,12 +300,17 @@ void refuse_ipc() noexcept {
   }
 }
 
-// Blocks of the pool cannot be exported by legacy IPC: natively this attribute is 1 for cudaMalloc. The driver has
-// written a true; clearing its first byte makes it false whatever its width.
-void hide_ipc(CUpointer_attribute attribute, void* data, CUdeviceptr address) noexcept {
+// What the driver has answered of a block of the pool, and natively would not. Such blocks cannot be exported by legacy
+// IPC, where natively this attribute is 1 for cudaMalloc (clearing the first byte of a true makes it false whatever its
+// width); and mapped memory is of no context, cudaMalloc's of one.
+void correct(CUpointer_attribute attribute, void* data, CUdeviceptr address) noexcept {
   if (attribute == CU_POINTER_ATTRIBUTE_P2P_TOKENS) ends_order("a token for another device");
-  if (attribute == CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE && data != nullptr && runtime().owns(address)) {
+  if (data == nullptr) return;
+  if (attribute == CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE && runtime().owns(address))
     *static_cast<unsigned char*>(data) = 0;
+  if (attribute == CU_POINTER_ATTRIBUTE_CONTEXT) {
+    if (const CUcontext context = runtime().context_of_mapped(address); context != nullptr)
+      *static_cast<CUcontext*>(data) = context;
   }
 }
 
@@ -731,14 +736,14 @@ CUresult hook_cuIpcGetMemHandle(CUipcMemHandle* handle, CUdeviceptr address) noe
 }
 CUresult hook_cuPointerGetAttribute(void* data, CUpointer_attribute attribute, CUdeviceptr address) noexcept {
   const CUresult result = real_cuPointerGetAttribute(data, attribute, address);
-  if (result == CUDA_SUCCESS) hide_ipc(attribute, data, address);
+  if (result == CUDA_SUCCESS) correct(attribute, data, address);
   return result;
 }
 CUresult hook_cuPointerGetAttributes(unsigned n, CUpointer_attribute* attributes, void** data,
                                      CUdeviceptr address) noexcept {
   const CUresult result = real_cuPointerGetAttributes(n, attributes, data, address);
   if (result == CUDA_SUCCESS) {
-    for (unsigned i = 0; i < n; ++i) hide_ipc(attributes[i], data[i], address);
+    for (unsigned i = 0; i < n; ++i) correct(attributes[i], data[i], address);
   }
   return result;
 }

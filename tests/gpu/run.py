@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 
 SKIPPED = 77
-MODES = ("sync", "deferred")
+MODES = {"sync": {"CUSHION_FREE": "sync"}, "deferred": {"CUSHION_FREE": "deferred"}, "vmm": {"CUSHION_BACKING": "vmm"}}
 HERE = Path(__file__).resolve().parent
 
 # How a program is linked: against which runtime, with which default stream. The first two have every runtime and every
@@ -117,7 +117,7 @@ def execute(program, shim=None, mode=None):
     env.update(program.env)
     with tempfile.TemporaryDirectory(prefix="cushion-") as scratch:
         if shim:
-            env.update(LD_PRELOAD=str(shim), CUSHION_ALLOCATOR="pool", CUSHION_FREE=mode,
+            env.update(LD_PRELOAD=str(shim), CUSHION_ALLOCATOR="pool", **MODES[mode],
                        CUSHION_REPORT=f"{scratch}/%p.json")
         started = time.monotonic()
         process = subprocess.Popen([str(part) for part in program.command], env=env, stdin=subprocess.DEVNULL,

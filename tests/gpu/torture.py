@@ -56,6 +56,8 @@ def settings(build):
                 "CUSHION_MAGAZINE_SIZE": "1MiB", "CUSHION_RELEASE_THRESHOLD": "0"}
     for free in values_of(build, "FREE"):
         yield f"pool, {free}, pressure", {"CUSHION_FREE": free, **pressure}
+        yield f"pool, {free}, vmm, pressure", {"CUSHION_FREE": free, **pressure, "CUSHION_BACKING": "vmm"}
+    yield "arena, deferred, vmm", {"CUSHION_ALLOCATOR": "arena", "CUSHION_FREE": "deferred", "CUSHION_BACKING": "vmm"}
     yield "pool, deferred, junk, tracking", {"CUSHION_FREE": "deferred", "CUSHION_INIT": "junk", "CUSHION_TRACK": "on"}
 
 
