@@ -64,7 +64,7 @@ ALLOCATORS = {  # in the order of the columns; the first is what the others are 
     "pool_vmm": cushion("Cushion, `vmm`", allocator="pool", free="sync", backing="vmm"),
     "pool_auto": cushion("Cushion, `auto`", allocator="pool", free="auto"),
     "pool_track": cushion("Cushion, tracking", allocator="pool", free="sync", track="on"),
-    "pool_sampled": cushion("Cushion, sampled stacks", allocator="pool", free="sync", track="sampled"),
+    "pool_sampled": cushion("Cushion, sampled stacks", allocator="pool", free="sync", track="sampled:64MiB"),
     "pool_stacks": cushion("Cushion, stacks", allocator="pool", free="sync", track="stacks", stack_depth="20"),
     "arena": cushion("Cushion, arena", allocator="arena", free="sync"),
     "binning": cushion("Cushion, binning", allocator="binning", free="sync"),
@@ -80,6 +80,7 @@ ALLOCATORS = {  # in the order of the columns; the first is what the others are 
 }
 ALL = ("native", "pool", "pool_deferred", "null")
 REAL = ("native", "pool", "pool_deferred")  # where a kernel touches its block
+TRACKED = ("pool", "pool_track", "pool_sampled", "pool_stacks")
 BESIDE = ("pool", "arena", "binning", "rmm_pool", "rmm_arena", "rmm_binning", "rmm_cuda_async", "native")
 
 
@@ -96,6 +97,8 @@ class Program:
     select: dict = dataclasses.field(default_factory=dict)  # allocator → regular expression of benchmark names
     settings: dict = dataclasses.field(default_factory=dict)  # Cushion's, where they are not the allocator's
     repetitions: int = 1  # in a round
+    series: str = ""  # what its results are called, where that is not its name
+    rounds: int = 0  # of its own; 0: the run's
     pinned: bool = True  # to the CPU that is fastest just then: it has one busy thread
     # Allocator → regular expression of the benchmarks that count bytes held. They run once, each in a process of its own,
     # because what a process holds it keeps, and under Cushion its report says how much. An allocator that is here and
@@ -103,7 +106,7 @@ class Program:
     held: dict = dataclasses.field(default_factory=dict)
 
     def label(self, allocator):
-        return f"{self.name}.{self.api}.{allocator}"
+        return f"{self.series or self.name}.{self.api}.{allocator}"
 
 
 def plan(scale):
@@ -127,7 +130,6 @@ def plan(scale):
         random_async["rmm_pool_track"] = "/(10000?/|100000/(64|256|1024|4096)/)"
         held["native"] = "/uniform_(1|4|64)/"
         streams = dict.fromkeys(BESIDE + REAL, "/4/4/[01]/") | dict.fromkeys(("native", "pool"), "/(1/1/1|4/4/[01])/")
-        random_async |= dict.fromkeys(("pool_sampled", "pool_stacks"), "/10000/")
     else:
         held |= dict.fromkeys(("arena", "binning"), "BM_Fragmentation")
     reserved = {"CUSHION_INITIAL_SIZE": "256MiB"}  # a cold start is about order, not about the driver's allocations
@@ -137,12 +139,13 @@ def plan(scale):
           for runtime in ("static", "shared")),
         Program("threads", pinned=False),
         Program("multi_stream_allocations", "async", BESIDE, streams, reserved, repetitions=3),
+        Program("random_allocations", "async", TRACKED, dict.fromkeys(TRACKED, "/10000/(1|64)/"), series="tracking",
+                rounds=12),
         Program("latency", "malloc", REAL, dict.fromkeys(REAL[1:], "Growing"), pinned=False),
         Program("latency", "async", ("native", "pool", "rmm_pool"), dict.fromkeys(("pool", "rmm_pool"), "Growing"),
                 pinned=False),
         Program("random_allocations", "async",
-                ("pool", "pool_track", "pool_sampled", "pool_stacks", "rmm_binning", "rmm_pool", "rmm_cuda_async",
-                 "native"), random_async),
+                ("pool", "rmm_binning", "rmm_pool", "rmm_cuda_async", "pool_track", "native"), random_async),
         Program("fragmentation", "async", tuple(held), held=held),
         Program("backing", "malloc", ("native", "pool", "pool_vmm"), settings={"CUSHION_RELEASE_THRESHOLD": "0"}),
         Program("random_allocations", "malloc", ("pool", "pool_deferred", "native"), random_malloc),
@@ -334,7 +337,7 @@ class Bench:
         for program in programs:
             running = [Series(program, allocator) for allocator in program.allocators
                        if not ALLOCATORS[allocator].suffix or self.binary(program, allocator).exists()]
-            for number in range(1, self.rounds + 1):
+            for number in range(1, (program.rounds or self.rounds) + 1):
                 for series in running:
                     self.turn(series, number)
                 running = [series for series in running if series.timed]

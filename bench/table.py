@@ -151,15 +151,15 @@ def random_async_table(results):
 
 
 def tracking_table(results):
-    """What each level of tracking costs on the random table, and RMM's tracking."""
-    levels = (("pool", ("pool_track", "pool_sampled", "pool_stacks")), ("rmm_pool", ("rmm_pool_track",)))
-    pairs = [(off, on) for off, those in levels for on in those if on in results.titles]
-    rows = [row for row in results.of("random_allocations", "async") if any(on in row["ns"] for _, on in pairs)]
+    """What each level of tracking costs, and RMM's tracking."""
+    levels = {"tracking": ("pool", ("pool_track", "pool_sampled", "pool_stacks")),
+              "random_allocations": ("rmm_pool", ("rmm_pool_track",))}
+    pairs = [(off, on) for off, those in levels.values() for on in those if on in results.titles]
+    rows = [row for program in levels for row in results.of(program, "async") if any(on in row["ns"] for on in levels[program][1])]
     columns = [[quotient(row["ns"].get(on), row["ns"].get(off)) for row in rows] for off, on in pairs]
-    lines = [[f"`{row['benchmark']}`"] + [show_time(row["ns"].get(off)) for off, _ in levels]
+    lines = [[f"`{row['benchmark']}`"] + [show_time(row["ns"].get(off)) for off, _ in levels.values()]
              + [show_fine(column[i]) for column in columns] for i, row in enumerate(rows)]
-    lines.append(["geometric mean", "", ""] + [show_fine(mean(column)) for column in columns])
-    return rows and grid([BY_STREAM] + [results.titles[off] for off, _ in levels]
+    return rows and grid([BY_STREAM] + [results.titles[off] for off, _ in levels.values()]
                          + [f"{results.titles[on]} ÷ off" for _, on in pairs], lines)
 
 
@@ -240,7 +240,7 @@ def random_goals(results):
     leads = [lead for row in stream if (lead := results.lead(row)) is not None]
     tracking = [ratio for row in stream
                 if (ratio := quotient(row["ns"].get("pool_track"), row["ns"].get("pool"))) is not None]
-    usual = next((row["ns"] for row in stream if row["benchmark"] == f"{RANDOM}10000/1"), {})
+    usual = next((row["ns"] for row in results.of("tracking") if row["benchmark"] == f"{RANDOM}10000/1"), {})
     stack = (usual["pool_stacks"] - usual["pool"]) / 10000 if {"pool", "pool_stacks"} <= usual.keys() else None
 
     def speedups(allocator):

@@ -52,7 +52,9 @@ class Goals(unittest.TestCase):
         self.assertEqual(list(self.judged(*rows).values()), [("9.00×", False), ("14×", None)])
 
     def test_tracking_is_judged_where_the_goal_says_and_reported_over_all(self):
-        judged = self.judged(random_row("10000/1", pool=1e6, pool_track=1.1e6, pool_sampled=1.16e6, pool_stacks=11e6),
+        judged = self.judged(random_row("10000/1", pool=1e6, pool_track=1.1e6, pool_sampled=1.16e6, pool_stacks=11e6)
+                             | {"program": "tracking"},
+                             random_row("10000/1", pool=100, pool_track=110),
                              random_row("1000/4", pool=100, pool_track=121))
         self.assertEqual(judged["`BM_RandomAllocations/10000/1` by stream, tracking on ÷ off"], ("1.100", True))
         self.assertEqual(judged["the same, sampled ÷ off"], ("1.160", False))

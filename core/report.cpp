@@ -185,6 +185,8 @@ class Writer {
         out_.print(", \"{}\": {{\"current\": {}, \"peak\": {}}}", DeviceBytes::kKeys[i], bytes.current[i],
                    bytes.peak[i]);
       }
+      if (const Vmm* vmm = backing_of(d))
+        out_.print(", \"backing\": {{\"kind\": \"{}\", \"reason\": \"{}\"}}", vmm->on() ? "vmm" : "driver", vmm->why());
       const Pool::Fragments fragments = fragments_of(d);
       if (fragments.bytes != 0) {
         out_.print(", \"fragmentation\": {{\"largest_free\": {}, \"free\": {}, \"free_squares\": {:.6f}}}",
@@ -348,6 +350,16 @@ class Writer {
 
  private:
   double duration() const noexcept { return static_cast<double>(now_.ns - program_.loaded.clock.ns) * 1e-9; }
+  // Where a device's memory comes from, if that was to be chosen; else null.
+  const Vmm* backing_of(int device) noexcept {
+    const Vmm* found = nullptr;
+    if (shared_.options->backing != Backing::driver) {
+      shared_.for_each_context([&](Context& context) {
+        if (context.device() == device) found = &context.vmm();
+      });
+    }
+    return found;
+  }
   // Under FREE=auto, why frees waited, or "nothing"; else null.
   const char* single_order() const noexcept {
     if (shared_.options->free != FreeMode::automatic) return nullptr;

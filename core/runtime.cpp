@@ -431,11 +431,15 @@ bool Runtime::owns(CUdeviceptr address) noexcept {
   return found != foreign_->end() && found->second.server != nullptr;
 }
 
-CUcontext Runtime::context_of_mapped(CUdeviceptr address) noexcept {
+std::optional<Runtime::MappedBlock> Runtime::mapped_block(CUdeviceptr address) noexcept {
   const Segment* segment = shared_.map.find(address);
-  if (segment == nullptr) return nullptr;
-  Context& context = segment->arena()->context();
-  return context.vmm().on() ? context.handle() : nullptr;
+  if (segment == nullptr || !segment->arena()->context().vmm().on()) return std::nullopt;
+  Arena& arena = *segment->arena();
+  std::lock_guard lock(arena.mutex);
+  if (shared_.map.find(address) != segment) return std::nullopt;  // a superblock's that came or went
+  const Block* block = segment->last_before(address);
+  if (block == nullptr || !Pool::in_use(*block) || address - block->address() >= block->size) return std::nullopt;
+  return MappedBlock{arena.context().handle(), block->address(), block->live.requested};
 }
 
 std::optional<CUresult> Runtime::free(CUdeviceptr address) noexcept {

@@ -73,8 +73,14 @@ class Runtime {
   std::optional<CUresult> free_async(CUdeviceptr address, CUstream stream) noexcept;
   // Whether the pointer lies in one of our segments or is a block of the async allocator's.
   bool owns(CUdeviceptr address) noexcept;
-  // The context of the pool that it lies in, if that is of mapped memory (vmm.h); else null.
-  CUcontext context_of_mapped(CUdeviceptr address) noexcept;
+  // The block of mapped memory (vmm.h) that the pointer lies in: of those the driver knows no context, and instead of
+  // the block's range that of its own mapping or reservation.
+  struct MappedBlock {
+    CUcontext context;
+    CUdeviceptr base;
+    std::size_t bytes;  // as requested
+  };
+  std::optional<MappedBlock> mapped_block(CUdeviceptr address) noexcept;
 
   // ---- what went to the driver
   void forwarded(Api api) noexcept { count(shared_.counters.forwarded[static_cast<int>(api)]); }

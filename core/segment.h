@@ -85,6 +85,20 @@ class Segment {
       }
     }
   }
+  // Of the same blocks the last that begins no later than `address`, or null. Under the arena's lock; costs a load for
+  // each page between them.
+  const Block* last_before(std::uint64_t address) const noexcept {
+    const std::uint64_t offset = address - this->address();
+    for (std::uint64_t page = offset / Leaf::kPage + 1; page-- > 0;) {
+      const Block* last = nullptr;
+      for_each_block(this->address() + page * Leaf::kPage, this->address() + (page + 1) * Leaf::kPage,
+                     [&](const Block& block) {
+                       if (block.address() <= address) last = &block;
+                     });
+      if (last != nullptr) return last;
+    }
+    return nullptr;
+  }
   // False when the host has no memory for a leaf.
   bool enter(Block* block, Leaves& leaves) noexcept {
     Entry& entry = entry_of(block->address());

@@ -301,17 +301,21 @@ void refuse_ipc() noexcept {
 }
 
 // What the driver has answered of a block of the pool, and natively would not. Such blocks cannot be exported by legacy
-// IPC, where natively this attribute is 1 for cudaMalloc (clearing the first byte of a true makes it false whatever its
-// width); and mapped memory is of no context, cudaMalloc's of one.
+// IPC, where natively this attribute is 1 for cudaMalloc: clearing the first byte of a true makes it false whatever its
+// width.
 void correct(CUpointer_attribute attribute, void* data, CUdeviceptr address) noexcept {
   if (attribute == CU_POINTER_ATTRIBUTE_P2P_TOKENS) ends_order("a token for another device");
   if (data == nullptr) return;
   if (attribute == CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE && runtime().owns(address))
     *static_cast<unsigned char*>(data) = 0;
-  if (attribute == CU_POINTER_ATTRIBUTE_CONTEXT) {
-    if (const CUcontext context = runtime().context_of_mapped(address); context != nullptr)
-      *static_cast<CUcontext*>(data) = context;
-  }
+  if (attribute != CU_POINTER_ATTRIBUTE_CONTEXT && attribute != CU_POINTER_ATTRIBUTE_RANGE_START_ADDR &&
+      attribute != CU_POINTER_ATTRIBUTE_RANGE_SIZE)
+    return;
+  const auto block = runtime().mapped_block(address);
+  if (!block) return;
+  if (attribute == CU_POINTER_ATTRIBUTE_CONTEXT) *static_cast<CUcontext*>(data) = block->context;
+  if (attribute == CU_POINTER_ATTRIBUTE_RANGE_START_ADDR) *static_cast<CUdeviceptr*>(data) = block->base;
+  if (attribute == CU_POINTER_ATTRIBUTE_RANGE_SIZE) *static_cast<std::size_t*>(data) = block->bytes;
 }
 
 }  // namespace
@@ -733,6 +737,14 @@ CUresult hook_cuIpcGetMemHandle(CUipcMemHandle* handle, CUdeviceptr address) noe
   if (!runtime().owns(address)) return real_cuIpcGetMemHandle(handle, address);
   refuse_ipc();
   return CUDA_ERROR_NOT_SUPPORTED;
+}
+CUresult hook_cuMemGetAddressRange_v2(CUdeviceptr* base, std::size_t* bytes, CUdeviceptr address) noexcept {
+  if (const auto block = runtime().mapped_block(address)) {
+    if (base != nullptr) *base = block->base;
+    if (bytes != nullptr) *bytes = block->bytes;
+    return CUDA_SUCCESS;
+  }
+  return real_cuMemGetAddressRange_v2(base, bytes, address);
 }
 CUresult hook_cuPointerGetAttribute(void* data, CUpointer_attribute attribute, CUdeviceptr address) noexcept {
   const CUresult result = real_cuPointerGetAttribute(data, attribute, address);

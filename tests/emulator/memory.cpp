@@ -78,12 +78,19 @@ void Store(void* data, Value value) {
   std::memcpy(data, &value, sizeof value);
 }
 
+// As attributes: of mapped memory the reservation (measured), though cuMemGetAddressRange says the mapping.
+Range ReportedRange(const Block& block) {
+  if (block.kind != Block::Kind::kMapped) return {block.base, block.size};
+  const auto& [base, size] = *std::prev(driver().virtual_memory.reservations.upper_bound(block.base));
+  return {base, size};
+}
+
 // One attribute of the block; of no block, zeros where the plural function asks for them.
 CUresult Attribute(void* data, CUpointer_attribute attribute, const Block* block) {
   const bool known = block != nullptr;
   switch (attribute) {
-    case CU_POINTER_ATTRIBUTE_CONTEXT:
-      Store(data, known ? block->context->handle : nullptr);
+    case CU_POINTER_ATTRIBUTE_CONTEXT:  // of mapped memory none, measured
+      Store(data, known && block->kind != Block::Kind::kMapped ? block->context->handle : nullptr);
       return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
       Store(data, !known ? 0U : static_cast<unsigned>(OnHost(*block) ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE));
@@ -110,10 +117,10 @@ CUresult Attribute(void* data, CUpointer_attribute attribute, const Block* block
       Store(data, known && block->kind == Block::Kind::kDevice ? 1 : 0);
       return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR:
-      Store(data, CUdeviceptr{known ? block->base : 0});
+      Store(data, CUdeviceptr{known ? ReportedRange(*block).base : 0});
       return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_RANGE_SIZE:
-      Store(data, known ? block->size : std::size_t{0});
+      Store(data, known ? ReportedRange(*block).size : std::size_t{0});
       return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_MAPPED:
       Store(data, known ? 1 : 0);

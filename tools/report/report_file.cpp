@@ -275,7 +275,11 @@ void read_sections(const Node& root, Report& report) {
   }
   root.objects("devices", true, [&](const Node& device) {
     report.devices.push_back({device.whole("device"), device.figure("requested"), device.figure("handed_out"),
-                              device.figure("held"), device.figure("forwarded"), std::nullopt});
+                              device.figure("held"), device.figure("forwarded"), {}, std::nullopt});
+    if (device.has("backing")) {
+      const Node backing = device.object("backing");
+      report.devices.back().backing = fmt::format("{} ({})", backing.text("kind"), backing.text("reason"));
+    }
     if (!device.has("fragmentation")) return;
     const Node free = device.object("fragmentation");
     report.devices.back().fragmentation = {free.whole("largest_free"), free.whole("free"), free.number("free_squares")};

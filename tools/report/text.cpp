@@ -46,6 +46,7 @@ class View {
     }
     print(memory);
     for (const DeviceUse& device : report.devices) {
+      if (!device.backing.empty()) line(fmt::format("device {}  backing {}", device.device, plain(device.backing)));
       if (device.fragmentation)
         line(fmt::format("device {}  {}", device.device, fragmentation_text(*device.fragmentation)));
     }
