@@ -100,7 +100,7 @@ Context::Context(Shared& shared, CUcontext handle, CUdevice device, std::uint64_
         return *own_gauges_;
       }()),
       async_(shared, *this),
-      vmm_(shared, *this),
+      vmm_(shared, *this, gauges_.held),
       guard_(shared, *this, guard_bytes_),
       quarantine_(shared, *this) {
   arenas_[0].store(new Arena(shared.map, *this, 0), std::memory_order_release);
@@ -536,7 +536,7 @@ bool Context::grow(const Need& need, bool exact, CUresult& why) {
   }
   CUdeviceptr address = 0;
   CUresult result = CUDA_SUCCESS;
-  std::int64_t mapped = 0;  // bytes held more
+  Vmm::Growth growth;
   {
     RelaxedCaptureMode relaxed(driver());
     CurrentContext current(driver(), handle_);
@@ -549,7 +549,8 @@ bool Context::grow(const Need& need, bool exact, CUresult& why) {
     }
     if (result == CUDA_SUCCESS) {
       if (vmm_.on()) {
-        result = vmm_.extend(need, promised, want > least ? want : 0, mapped);
+        growth = vmm_.extend(need, promised, want > least ? want : 0, generation);
+        result = growth.result;
       } else {
         result = driver().call(driver().cuMemAlloc_v2, &address, static_cast<std::size_t>(want));
         if (result == CUDA_ERROR_OUT_OF_MEMORY && want > least) {
@@ -560,20 +561,17 @@ bool Context::grow(const Need& need, bool exact, CUresult& why) {
     }
     note(result);
   }
-  why = result;
+  why = growth.limited ? CUDA_SUCCESS : result;
   bool added = false;
   {
     std::lock_guard lock(mutex_);
     if (generation != events_.generation()) return false;  // reset meanwhile: what the address is now is not ours
     promised_ -= promised;
     --growing_;
-    gauges_.held.add(static_cast<std::uint64_t>(mapped));
     // The reset may be over and its discard() to come: the address then may be one that the old memory still has here.
     if (closing_.load(std::memory_order_relaxed) != 0) return false;
     if (result != CUDA_SUCCESS) {
-      const bool limited = vmm_.on() && result == CUDA_ERROR_NOT_SUPPORTED;
-      if (limited) why = CUDA_SUCCESS;
-      if (limited || result == CUDA_ERROR_OUT_OF_MEMORY) pressure_.store(true, std::memory_order_relaxed);
+      if (result == CUDA_ERROR_OUT_OF_MEMORY) pressure_.store(true, std::memory_order_relaxed);
       return false;
     }
     std::lock_guard arena(global().mutex);
@@ -581,13 +579,12 @@ bool Context::grow(const Need& need, bool exact, CUresult& why) {
     if (added) {
       pressure_.store(false, std::memory_order_relaxed);
       if (address != 0) gauges_.held.add(want);
-      if (address != 0 || mapped > 0) count(shared_.counters.grows);
+      if (address != 0 || growth.added != 0) count(shared_.counters.grows);
     }
   }
   if (added) {
     take_spare();
-    log::debug("device {}: {} bytes more for {}", device_, address != 0 ? want : static_cast<std::uint64_t>(mapped),
-               need.size);
+    log::debug("device {}: {} bytes more for {}", device_, address != 0 ? want : growth.added, need.size);
   } else {  // the host is out of memory
     RelaxedCaptureMode relaxed(driver());
     driver().call(driver().cuMemFree_v2, address);
@@ -806,7 +803,7 @@ CUresult Context::free(const Found& found) noexcept try {
   const std::uint64_t generation = events_.generation();
   give(found, nullptr, clean);
   if (unserved && !shared_.gate.may_be_open()) {
-    give_back(detach_unused(0), generation);
+    vmm_.on() ? release_unused(0) : give_back(detach_unused(0), generation);
   }
   return CUDA_SUCCESS;
 } catch (...) {  // no host memory
@@ -1051,6 +1048,8 @@ CUresult Context::native_wait(std::uint64_t& taken) {
       ++spare_users_;
       break;
     }
+    // Here while a capture is open, too: no call of Vmm's breaks one (measured), and a free must not fail.
+    if (vmm_.on() && vmm_.release(0, current_generation) != 0) continue;
     if (!another_has_it) return result;
     std::this_thread::yield();
   }
@@ -1387,6 +1386,7 @@ void Context::stream_going(const StreamIdentity& stream) {
 // forget their memory, the global one last: until they have, their superblocks must be found in the map.
 void Context::discard() {
   if (mutated(Mutation::reset_forgets_nothing)) return;
+  const auto calls = vmm_.hold();
   std::lock_guard lock(mutex_);
   const auto end = [&](Lane& lane) {
     lane.enter();
@@ -1405,7 +1405,7 @@ void Context::discard() {
   lanes_.clear();
   const auto forget = [&](Arena& arena) {
     std::lock_guard inner(arena.mutex);
-    if (arena.index() == 0) gauges_.held.subtract(arena.pool.held());
+    if (arena.index() == 0 && !vmm_.on()) gauges_.held.subtract(arena.pool.held());
     arena.pool.for_each_live([&](const Pool::LiveBlock& block) {
       count(shared_.counters.reset_blocks);
       count(shared_.counters.reset_bytes, block.requested);
@@ -1432,7 +1432,7 @@ void Context::discard() {
   broken_.store(0, std::memory_order_relaxed);
   for (auto& stream : own_streams_) stream.store(nullptr, std::memory_order_relaxed);
   async_.discard();
-  if (vmm_.on()) gauges_.held.add(static_cast<std::uint64_t>(vmm_.discard()));
+  if (vmm_.on()) vmm_.discard();
   guard_.discard();
   quarantine_.discard();
   for (const auto& lane : host_) lane->open(next_serial(), nullptr);
@@ -1445,23 +1445,19 @@ void Context::discard() {
 void Context::admit(CUdevice device, bool on) noexcept try {
   if (options().allocator == AllocatorKind::async && on) async_.admit(device);
   if (vmm_.on()) vmm_.admit(device, on);
-} catch (...) {  // no host memory: the device has no access to what comes
+} catch (...) {  // no host memory: the device has no access
 }
 
 std::uint64_t Context::release_unused(std::uint64_t keep) {
   if (closing_.load(std::memory_order_relaxed) != 0) return 0;
-  if (vmm_.on()) {  // nothing of it waits for the device, nor breaks a capture
-    RelaxedCaptureMode relaxed(driver());
+  if (vmm_.on() && !shared_.gate.may_be_open()) {  // nothing of it waits for the device
     collect();
-    const std::uint64_t generation = events_.generation();
-    const Vmm::Released released = vmm_.release(keep);
-    std::lock_guard lock(mutex_);
-    if (generation != events_.generation() || released.bytes == 0) return 0;
-    gauges_.held.subtract(released.bytes);
+    const std::uint64_t handles = vmm_.release(keep, events_.generation());
+    if (handles == 0) return 0;
     pressure_.store(false, std::memory_order_relaxed);
-    count(shared_.counters.releases, released.handles);
-    log::debug("device {}: {} handles went back to the driver", device_, released.handles);
-    return released.handles;
+    count(shared_.counters.releases, handles);
+    log::debug("device {}: {} handles went back to the driver", device_, handles);
+    return handles;
   }
   // The real cuMemFree waits for the context: only where a fresh fence says that there is nothing to wait for, so that
   // a kernel that runs for ever cannot hang us (contract §6).

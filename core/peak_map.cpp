@@ -39,7 +39,7 @@ bool lay_out(Map& map, Shared& shared, Patience patience) noexcept {
   bool all = true;
   shared.for_each_context([&](Context& context) {
     if (context.vmm().on()) {
-      all = context.vmm().inspect(patience, [&](std::uint64_t address, std::uint64_t bytes) {
+      all = context.vmm().inspect([&](std::uint64_t address, std::uint64_t bytes) {
         keep(map, {context.device(), address, bytes});
       }) && all;
       return;

@@ -264,8 +264,14 @@ bool Pool::reserve(std::uint64_t address, std::uint64_t size, Heap& unmapped) no
 
 Block* Pool::detach(Block* block, std::uint64_t address, std::uint64_t size) noexcept {
   const bool mapped = is_mapped(*block);
+  Heap& heap = *heaps_[block->heap];
+  const std::uint64_t freed = block->idle.stamp;
   block = isolate(block, address - block->address(), size);
   if (block == nullptr) return nullptr;
+  if (block->size != size) {  // its rest could not be cut off
+    put(block, heap, freed);
+    return nullptr;
+  }
   block->set(BlockState::moving);
   if (mapped) {
     held_ -= block->size;

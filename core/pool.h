@@ -122,7 +122,8 @@ class Pool {
     return block != nullptr && block->state() == BlockState::free && block->heap == heap.index;
   }
   Block* carve(Block* block, std::uint64_t size, std::uint64_t alignment, BlockState as) noexcept;  // a free block
-  // `size` bytes of a free block, `lead` from its start, in no bins; what is left of it stays free.
+  // `size` bytes of a free block, `lead` from its start, in no bins; what is left of it stays free. More bytes where
+  // the host has no memory for a block of the rest.
   Block* isolate(Block* block, std::uint64_t lead, std::uint64_t size) noexcept;
   // A segment of which all is one block, in no bins and not in the map; null when the host is out of memory.
   Segment* open(std::uint64_t address, std::uint64_t size) noexcept;

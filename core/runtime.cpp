@@ -186,6 +186,7 @@ bool Runtime::make_context(CUcontext handle, Context*& out) noexcept try {
   out = new Context(shared_, handle, device, total, primary);
   admit();
   look_at_order(device, n != 0);
+  if (out->vmm().on()) end_order("CUSHION_BACKING=vmm");  // what is clean may be unmapped, though its wait is owed
   if (total > shared_.largest_device.load(std::memory_order_relaxed))
     shared_.largest_device.store(total, std::memory_order_relaxed);
   shared_.contexts[static_cast<std::size_t>(n)].store(out, std::memory_order_relaxed);
@@ -706,7 +707,7 @@ void Runtime::ended(CUcontext handle) noexcept try {
     std::lock_guard lock(contexts_mutex_);
     created = std::erase(created_, handle) != 0;
     std::erase(accessors_, handle);
-    std::erase_if(admitted_, [&](const Admission& one) { return one.owner == handle; });
+    std::erase_if(admitted_, [&](const Admission& one) { return one.owner == handle || one.accessor == handle; });
   }
   if (foreign_ == nullptr) return;
   // Memory of a device's pool outlives the contexts that the program created (measured). A block whose context the
@@ -740,25 +741,34 @@ void Runtime::peer_enabled(CUcontext peer, bool started) noexcept try {
       shared_.driver.cuCtxGetDevice(&device) != CUDA_SUCCESS)
     return;
   if (started) context_of(handle);
-  Context* owner = started ? find_context(peer) : nullptr;
   {
     std::lock_guard lock(contexts_mutex_);
     if (!started) accessors_.push_back(handle);
-    admitted_.push_back({peer, device});
+    admitted_.push_back({peer, handle, device});
   }
+  // After that: an owner that is not found yet will find the admission.
+  Context* owner = started ? find_context(peer) : nullptr;
   if (owner != nullptr && owner->alive()) owner->admit(device, true);
 } catch (...) {
 }
 
-void Runtime::peer_disabled(CUcontext peer) noexcept try {
+void Runtime::peer_disabled(CUcontext peer, bool started) noexcept try {
+  CUcontext handle = nullptr;
   CUdevice device = 0;
   {
     InsideDriver inside;
-    if (shared_.driver.cuCtxGetDevice(&device) != CUDA_SUCCESS) return;
-    std::lock_guard lock(contexts_mutex_);
-    std::erase_if(admitted_, [&](const Admission& one) { return one.owner == peer && one.device == device; });
+    if (shared_.driver.cuCtxGetCurrent == nullptr || shared_.driver.cuCtxGetCurrent(&handle) != CUDA_SUCCESS ||
+        shared_.driver.cuCtxGetDevice(&device) != CUDA_SUCCESS)
+      return;
   }
-  if (Context* owner = find_context(peer); owner != nullptr && owner->alive()) owner->admit(device, false);
+  bool another = false;  // of the same device, which access is given to
+  {
+    std::lock_guard lock(contexts_mutex_);
+    std::erase_if(admitted_, [&](const Admission& one) { return one.owner == peer && one.accessor == handle; });
+    for (const Admission& one : admitted_) another = another || (one.owner == peer && one.device == device);
+  }
+  Context* owner = started && !another ? find_context(peer) : nullptr;
+  if (owner != nullptr && owner->alive()) owner->admit(device, false);
 } catch (...) {
 }
 

@@ -127,9 +127,9 @@ class Runtime {
   Context* find_context(CUcontext handle) noexcept;  // null if Cushion holds nothing there
   Context* find_primary(CUdevice device) noexcept;
   void ended(CUcontext handle) noexcept;  // the real call has ended it
-  // The current context may use the peer's memory, or may no more.
+  // The current context may use the peer's memory, or may no more. Before start() it is only noted.
   void peer_enabled(CUcontext peer, bool started) noexcept;
-  void peer_disabled(CUcontext peer) noexcept;
+  void peer_disabled(CUcontext peer, bool started) noexcept;
   void pool_changed(CUdevice device) noexcept {
     native_async_[index_of(device)].store(true, std::memory_order_relaxed);
   }
@@ -262,9 +262,10 @@ class Runtime {
   std::mutex contexts_mutex_;         // protects adding to shared_.contexts and created_
   std::vector<CUcontext> created_;    // by cuCtxCreate: with the primary ones, the contexts that can be served
   std::vector<CUcontext> accessors_;  // had peer access enabled before start()
-  struct Admission {                  // a device may use the memory of a context, which Cushion may not know yet
+  struct Admission {                  // one context may use another's memory; Cushion may not know the owner yet
     CUcontext owner;
-    CUdevice device;
+    CUcontext accessor;
+    CUdevice device;  // the accessor's
   };
   std::vector<Admission> admitted_;  // under contexts_mutex_
 

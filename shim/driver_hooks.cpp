@@ -716,7 +716,7 @@ CUresult hook_cuCtxEnablePeerAccess(CUcontext peer, unsigned flags) noexcept {
 }
 CUresult hook_cuCtxDisablePeerAccess(CUcontext peer) noexcept {
   const CUresult result = real_cuCtxDisablePeerAccess(peer);
-  if (result == CUDA_SUCCESS && serving() != nullptr) runtime().peer_disabled(peer);
+  if (result == CUDA_SUCCESS && !in_forked_child()) runtime().peer_disabled(peer, serving() != nullptr);
   return result;
 }
 
@@ -739,12 +739,11 @@ CUresult hook_cuIpcGetMemHandle(CUipcMemHandle* handle, CUdeviceptr address) noe
   return CUDA_ERROR_NOT_SUPPORTED;
 }
 CUresult hook_cuMemGetAddressRange_v2(CUdeviceptr* base, std::size_t* bytes, CUdeviceptr address) noexcept {
-  if (const auto block = runtime().mapped_block(address)) {
-    if (base != nullptr) *base = block->base;
-    if (bytes != nullptr) *bytes = block->bytes;
-    return CUDA_SUCCESS;
-  }
-  return real_cuMemGetAddressRange_v2(base, bytes, address);
+  const CUresult result = real_cuMemGetAddressRange_v2(base, bytes, address);
+  const auto block = result == CUDA_SUCCESS ? runtime().mapped_block(address) : std::nullopt;
+  if (block && base != nullptr) *base = block->base;
+  if (block && bytes != nullptr) *bytes = block->bytes;
+  return result;
 }
 CUresult hook_cuPointerGetAttribute(void* data, CUpointer_attribute attribute, CUdeviceptr address) noexcept {
   const CUresult result = real_cuPointerGetAttribute(data, attribute, address);

@@ -46,6 +46,7 @@ std::vector<Setup> MakeAll() {
     both(std::string(allocator) + "_vmm", chosen);
     both(std::string(allocator) + "_vmm_tight", Make("", chosen, tight).environment);
     both(std::string(allocator) + "_vmm_full", Make("", chosen, full).environment);
+    setups.push_back(Make(std::string(allocator) + "_vmm_auto", chosen, {{"CUSHION_FREE", "auto"}}));
   }
   both("pool_vmm_release", Make("", vmm, {{"CUSHION_RELEASE_THRESHOLD", "0"}}).environment);
   both("pool_zero", {{"CUSHION_INIT", "zero"}});

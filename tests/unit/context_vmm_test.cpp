@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <functional>
 #include <random>
@@ -239,7 +240,22 @@ TEST_F(VmmTest, WithoutTheDriversFunctionsMemoryComesFromCuMemAlloc) {
 
 TEST_F(VmmTest, AutoTakesItForOneProcessWithOneDevice) {
   core().options().backing = Backing::automatic;
+  EXPECT_TRUE(core().context().vmm().on());
+  EXPECT_STREQ(core().context().vmm().why(), "one device, one process");
+}
+
+TEST_F(VmmTest, AutoLeavesItToOneOfSeveralProcesses) {
+  core().options().backing = Backing::automatic;
   core().shared.one_of_many = true;
+  EXPECT_FALSE(core().context().vmm().on());
+}
+
+TEST_F(VmmTest, AutoLeavesItWhereThereAreSeveralDevices) {
+  core().options().backing = Backing::automatic;
+  core().shared.driver.cuDeviceGetCount = [](int* count) {
+    *count = 2;
+    return CUDA_SUCCESS;
+  };
   EXPECT_FALSE(core().context().vmm().on());
 }
 
@@ -299,6 +315,62 @@ TEST_F(VmmTest, ACallThatFailsLosesNothing) {
       }
     }
   }
+}
+
+// What was mapped when the access failed cannot be unmapped either: it stays nobody's, and held, until the context
+// ends.
+TEST_F(VmmTest, AMappingThatNeitherServesNorGoesIsNobodysUntilTheEnd) {
+  static decltype(core().shared.driver.cuMemSetAccess) access;
+  static decltype(core().shared.driver.cuMemUnmap) unmap;
+  static int failures = 0;
+  access = core().shared.driver.cuMemSetAccess;
+  unmap = core().shared.driver.cuMemUnmap;
+  failures = 0;
+  core().shared.driver.cuMemSetAccess = [](auto... args) {
+    return failures++ == 0 ? CUDA_ERROR_UNKNOWN : access(args...);
+  };
+  core().shared.driver.cuMemUnmap = [](auto... args) { return failures++ == 1 ? CUDA_ERROR_UNKNOWN : unmap(args...); };
+  EXPECT_EQ(core().Malloc(8 * kMiB), 0u);
+  EXPECT_EQ(core().held(), 8 * kMiB);
+  const CUdeviceptr p = Filled(8 * kMiB, 1);  // elsewhere
+  EXPECT_EQ(core().held(), 16 * kMiB);
+  CHECK_CU(0, core().Free(p));
+  core().context().discard();
+  EXPECT_EQ(core().held(), 0u);
+  EXPECT_EQ(Taken(), 0u);
+}
+
+// A reset while a thread grows: what it made goes too, and what comes later belongs to nobody that is gone.
+TEST_F(VmmTest, TheContextEndsWhileAThreadGrows) {
+  static std::atomic<int> growing{0};
+  static std::atomic<bool> go{false};
+  static decltype(core().shared.driver.cuMemCreate) real;
+  growing = 0;
+  go = false;
+  Filled(2 * kMiB, 1);
+  real = core().shared.driver.cuMemCreate;
+  core().shared.driver.cuMemCreate = [](auto... args) {
+    ++growing;
+    while (!go) std::this_thread::yield();
+    return real(args...);
+  };
+  std::vector<std::thread> threads;
+  const CUcontext handle = core().context().handle();
+  for (int i = 0; i < 2; ++i) {  // the second waits for the first one's calls
+    threads.emplace_back([&, handle] {
+      CHECK_CU(0, driver().CtxSetCurrent(handle));
+      core().Malloc(64 * kMiB);
+    });
+  }
+  while (growing == 0) std::this_thread::yield();
+  threads.emplace_back([&] { core().context().discard(); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  go = true;
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_TRUE(core().valid());
+  core().context().discard();
+  EXPECT_EQ(core().held(), 0u);
+  EXPECT_EQ(Taken(), 0u);
 }
 
 // A thread that grows holds no lock that a thread needs which finds what it wants.
