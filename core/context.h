@@ -15,9 +15,10 @@
 //   7. the native call; if it answers out of memory, every context gives back what it can, and the call once more: what
 //      the program is told is what the driver said
 //
-// Locks, in the order in which they are taken: Vmm's, the context's, an arena's, a lane's, the fences'. None but Vmm's is
-// held across a driver call (vmm.h), and never two contexts', two arenas' or two lanes' at once. Every function that leaves its lock for a
-// driver call looks at the generation when it returns: a reset in between has discarded everything.
+// Locks, in the order in which they are taken: Vmm's, the context's, an arena's, a lane's, the fences'. None but Vmm's
+// is held across a driver call (vmm.h), and never two contexts', two arenas' or two lanes' at once. Every function that
+// leaves its lock for a driver call looks at the generation when it returns: a reset in between has discarded
+// everything.
 #pragma once
 
 #include <array>

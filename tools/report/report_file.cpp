@@ -274,8 +274,13 @@ void read_sections(const Node& root, Report& report) {
     report.options.emplace_back(name, options.text(name.c_str()));
   }
   root.objects("devices", true, [&](const Node& device) {
-    report.devices.push_back({device.whole("device"), device.figure("requested"), device.figure("handed_out"),
-                              device.figure("held"), device.figure("forwarded"), {}, std::nullopt});
+    report.devices.push_back({device.whole("device"),
+                              device.figure("requested"),
+                              device.figure("handed_out"),
+                              device.figure("held"),
+                              device.figure("forwarded"),
+                              {},
+                              std::nullopt});
     if (device.has("backing")) {
       const Node backing = device.object("backing");
       report.devices.back().backing = fmt::format("{} ({})", backing.text("kind"), backing.text("reason"));
