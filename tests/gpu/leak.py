@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from run import SKIPPED
+from no_gpu import SKIPPED
 
 PROGRAM = Path(__file__).parent / "python" / "torch_leak.py"
 

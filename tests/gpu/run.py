@@ -12,7 +12,6 @@ a GPU the run prints SKIP and the reason, and exits 77, which ctest counts as sk
 
 import argparse
 import concurrent.futures
-import ctypes
 import dataclasses
 import fnmatch
 import json
@@ -24,7 +23,8 @@ import tempfile
 import time
 from pathlib import Path
 
-SKIPPED = 77
+from no_gpu import SKIPPED, no_gpu
+
 MODES = {"sync": {"CUSHION_FREE": "sync"}, "deferred": {"CUSHION_FREE": "deferred"}, "vmm": {"CUSHION_BACKING": "vmm"}}
 HERE = Path(__file__).resolve().parent
 
@@ -182,20 +182,6 @@ def judge(program, shim):
         why = difference(program, native, cushion)
         rows.append((program, mode, "failed" if why else "passed", why, native, cushion))
     return rows
-
-
-def no_gpu():
-    """Why there is no GPU to run on; empty if there is one."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return "no CUDA driver (libcuda.so.1) on this machine"
-    result, count = driver.cuInit(0), ctypes.c_int(0)
-    if result != 0:
-        return f"the CUDA driver does not start (cuInit answers {result})"
-    if driver.cuDeviceGetCount(ctypes.byref(count)) != 0 or count.value == 0:
-        return "the CUDA driver sees no GPU"
-    return ""
 
 
 def main():

@@ -23,7 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from run import SKIPPED, no_gpu
+from no_gpu import SKIPPED, no_gpu
 
 TIMEOUT = 150  # seconds
 STEPS_ASIDE = "libsanitizer-collection.so is loaded: running on native CUDA"

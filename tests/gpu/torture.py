@@ -21,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from run import SKIPPED, no_gpu
+from no_gpu import SKIPPED, no_gpu
 
 PATIENCE = 120  # seconds that a run may take beside its own
 

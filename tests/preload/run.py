@@ -2,6 +2,7 @@
 """Preload tests: the same program natively and under LD_PRELOAD=libcushion.so, over the emulated driver.
 
     run.py [--sanitized] BUILD_DIR CASE...     runs the named cases (all without a name)
+    run.py --gpu BUILD_DIR CASE...             on this machine's own driver; not every case can be run there
     run.py --list                              prints the cases' names, one a line
 
 The rule behind every case: a program's output and exit code are the same with and without the preload. The
@@ -25,7 +26,9 @@ import tempfile
 import time
 from pathlib import Path
 
-SKIPPED = 77
+sys.path.append(str(Path(__file__).resolve().parent.parent / "gpu"))
+from no_gpu import SKIPPED, no_gpu  # noqa: E402
+
 TIMEOUT_S = 30
 LEVELS = ("O0", "O1", "Og", "O2", "O3")
 
@@ -45,8 +48,9 @@ class Result:
 class Setting:
     """Where the build is, and an empty folder for this case's files."""
 
-    def __init__(self, build, sanitized, scratch):
+    def __init__(self, build, sanitized, gpu, scratch):
         self.build = build
+        self.driver = {} if gpu else {"LD_LIBRARY_PATH": str(build / "emulator")}
         self.sanitized = sanitized
         self.scratch = scratch
         self.shim = build / "libcushion.so"
@@ -67,7 +71,7 @@ class Setting:
         env["ASAN_OPTIONS"] = "verify_asan_link_order=0:detect_leaks=0"
         env["UBSAN_OPTIONS"] = "print_stacktrace=1"
         if driver:
-            env["LD_LIBRARY_PATH"] = str(self.build / "emulator")
+            env.update(self.driver)
         if preload:
             env["LD_PRELOAD"] = ":".join(str(library) for library in preload)
             env["CUSHION_REPORT"] = str(reports / "%p.json")
@@ -830,7 +834,7 @@ class Churn:
         setting.runs += 1
         self.control = setting.scratch / "run" / "cushion"
         self.control.parent.mkdir(exist_ok=True)
-        self.env = {"PATH": os.environ["PATH"], "LD_LIBRARY_PATH": str(setting.build / "emulator"),
+        self.env = {"PATH": os.environ["PATH"], **setting.driver,
                     "ASAN_OPTIONS": "verify_asan_link_order=0:detect_leaks=0", "XDG_RUNTIME_DIR": str(self.control.parent)}
         options = {"CUSHION_REPORT": self.report, **options}
         env = {**self.env, **{name: str(value) for name, value in options.items() if value is not None}}
@@ -1678,6 +1682,7 @@ def main():
     parser = argparse.ArgumentParser(description="Preload tests over the emulated driver.")
     parser.add_argument("--list", action="store_true", help="print the cases' names and end")
     parser.add_argument("--sanitized", action="store_true", help="the build is a sanitizer build")
+    parser.add_argument("--gpu", action="store_true", help="on this machine's own driver")
     parser.add_argument("build", nargs="?", type=Path, help="the build directory")
     parser.add_argument("cases", nargs="*", metavar="CASE", help="cases to run (default: all)")
     args = parser.parse_args()
@@ -1690,11 +1695,15 @@ def main():
     if unknown:
         parser.error(f"no such case: {', '.join(unknown)}")
 
+    if args.gpu and (why := no_gpu()):
+        print(f"SKIP: {why}")
+        return SKIPPED
+
     tally = {"passed": 0, "failed": 0, "skipped": 0}
     for name in args.cases or CASES:
         with tempfile.TemporaryDirectory(prefix="cushion-") as scratch:
             try:
-                CASES[name](Setting(args.build.resolve(), args.sanitized, Path(scratch)))
+                CASES[name](Setting(args.build.resolve(), args.sanitized, args.gpu, Path(scratch)))
                 outcome, why = "passed", ""
             except Skip as reason:
                 outcome, why = "skipped", f": {reason}"
