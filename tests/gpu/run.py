@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Differential runs on a real GPU: each program natively, then under Cushion with each free mode that it is legal
-under. Output and exit code must be the same; the exit report must say that the pool served.
+under and with mapped memory. Output and exit code must be the same; the exit report must say that the pool served.
 
     run.py BUILD_DIR [--json OUT] [--jobs N] [--only PATTERN]
 
