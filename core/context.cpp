@@ -1449,9 +1449,10 @@ void Context::admit(CUdevice device, bool on) noexcept try {
 }
 
 std::uint64_t Context::release_unused(std::uint64_t keep) {
-  if (closing_.load(std::memory_order_relaxed) != 0) return 0;
-  if (vmm_.on() && !shared_.gate.may_be_open()) {  // nothing of it waits for the device
-    collect();
+  if (shared_.gate.may_be_open() || closing_.load(std::memory_order_relaxed) != 0) return 0;
+  RelaxedCaptureMode relaxed(driver());
+  collect();
+  if (vmm_.on()) {  // nothing of it waits for the device
     const std::uint64_t handles = vmm_.release(keep, events_.generation());
     if (handles == 0) return 0;
     pressure_.store(false, std::memory_order_relaxed);
@@ -1461,9 +1462,6 @@ std::uint64_t Context::release_unused(std::uint64_t keep) {
   }
   // The real cuMemFree waits for the context: only where a fresh fence says that there is nothing to wait for, so that
   // a kernel that runs for ever cannot hang us (contract §6).
-  if (shared_.gate.may_be_open()) return 0;
-  RelaxedCaptureMode relaxed(driver());
-  collect();
   const std::uint64_t generation = events_.generation();
   {
     std::lock_guard lock(mutex_);

@@ -20,11 +20,17 @@ int attribute_of(const Driver& driver, CUdevice_attribute attribute, int device)
   return value;
 }
 
+CUmemLocation location_of(int device) noexcept {
+  CUmemLocation location{};
+  location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+  location.id = device;
+  return location;
+}
+
 CUmemAllocationProp properties_of(const Driver& driver, int device) noexcept {
   CUmemAllocationProp properties{};
   properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
-  properties.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-  properties.location.id = device;
+  properties.location = location_of(device);
   properties.allocFlags.gpuDirectRDMACapable =
       attribute_of(driver, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED, device) != 0;
   return properties;
@@ -370,10 +376,8 @@ std::uint64_t Vmm::release(std::uint64_t keep, std::uint64_t generation) {
 void Vmm::admit(int device, bool on) {
   if (device == context_.device()) return;
   std::lock_guard calls(calls_);
-  CUmemAccessDesc access{};
-  access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-  access.location.id = device;
-  access.flags = on ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE : CU_MEM_ACCESS_FLAGS_PROT_NONE;
+  const CUmemAccessDesc access{location_of(device),
+                               on ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE : CU_MEM_ACCESS_FLAGS_PROT_NONE};
   access_.reserve(access_.size() + 1);
   std::erase_if(access_, [&](const CUmemAccessDesc& known) { return known.location.id == device; });
   if (on) access_.push_back(access);
