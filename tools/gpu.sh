@@ -63,7 +63,7 @@ describe_machine() {
 
 describe_machine | tee "$out/machine.json"
 step build 180 sh -c "cmake --preset release && cmake --build --preset release --parallel $(nproc) -- -k 0"
-step contract 200 tests/contract/run.sh "$build"
+step contract 320 tests/contract/run.sh "$build"
 step tests 260 ctest --preset release --parallel 4 --output-junit "$out/tests.xml"
 step torture $((14 * torture_seconds + 240)) \
   python3 tests/gpu/torture.py "$build" --seconds "$torture_seconds" --json "$out/torture.json"
