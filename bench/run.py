@@ -140,7 +140,7 @@ def plan(scale):
         Program("threads", pinned=False),
         Program("multi_stream_allocations", "async", BESIDE, streams, reserved, repetitions=3),
         Program("random_allocations", "async", TRACKED, dict.fromkeys(TRACKED, "/10000/(1|64)/"), series="tracking",
-                rounds=12),
+                rounds=30),
         Program("latency", "malloc", REAL, dict.fromkeys(REAL[1:], "Growing"), pinned=False),
         Program("latency", "async", ("native", "pool", "rmm_pool"), dict.fromkeys(("pool", "rmm_pool"), "Growing"),
                 pinned=False),
@@ -421,9 +421,9 @@ def main():
     build, out, scale = arguments.build, arguments.out, arguments.scale
     programs = plan(scale)
     if arguments.only:
-        if unknown := set(arguments.only) - {program.name for program in programs}:
+        if unknown := set(arguments.only) - {program.series or program.name for program in programs}:
             parser.error(f"--only: there is no {', '.join(sorted(unknown))} in this scale")
-        programs = [program for program in programs if program.name in arguments.only]
+        programs = [program for program in programs if (program.series or program.name) in arguments.only]
     bench = Bench(build, out, scale, arguments.rounds)
     needed = {build / ALLOCATORS[a].preload for program in programs for a in program.allocators}
     needed |= {build / "bench" / program.name for program in programs}

@@ -9,6 +9,8 @@ RESULTS (default: bench/results) is a folder that run.py wrote. README marks a t
 
     <!-- bench:pair -->
     <!-- /bench:pair -->
+
+FOLDER/pair is the table of another run, which RESULTS has in that folder.
 """
 
 import argparse
@@ -20,7 +22,8 @@ import re
 import sys
 
 NANOSECONDS = {"ns": 1, "us": 1e3, "ms": 1e6, "s": 1e9}
-COUNTERS = ("live", "ideal", "held", "mean", "p50", "p99", "p999", "max")  # of fragmentation.cu and latency.cu
+# Of fragmentation.cu, latency.cu and backing.cu.
+COUNTERS = ("live", "ideal", "held", "mean", "p50", "p99", "p999", "max", "served")
 PEERS = ("native", "rmm_pool", "rmm_arena", "rmm_binning", "rmm_cuda_async")  # of stream-ordered allocation
 RANDOM = "BM_RandomAllocations/"
 BY_STREAM = "`cudaMallocAsync`, shared runtime"  # heads the random table: whose program is linked so (CMakeLists.txt)
@@ -394,7 +397,7 @@ def tables(summary):
 
 def fill(text, made):
     """`text` with every marked place filled. An unknown or unclosed mark, or none at all, is an error."""
-    marks = re.findall(r"^<!-- bench:(\w+) -->$", text, re.MULTILINE)
+    marks = re.findall(r"^<!-- bench:([\w/]+) -->$", text, re.MULTILINE)
     if not marks:
         raise ValueError("it marks no place for a table (<!-- bench:NAME -->)")
     for name in marks:
@@ -415,6 +418,9 @@ def main():
     arguments = parser.parse_args()
     try:
         made = tables(json.loads((arguments.results / "summary.json").read_text()))
+        for other in sorted(arguments.results.glob("*/summary.json")):
+            run = tables(json.loads(other.read_text()))
+            made |= {f"{other.parent.name}/{name}": table for name, table in run.items()}
         target = arguments.write or arguments.check
         if target is None:
             print("\n\n".join(f"### {name}\n\n{table}" for name, table in made.items()))

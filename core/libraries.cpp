@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <mutex>
 
 namespace cushion {
@@ -43,6 +44,19 @@ AddressRange addresses_of(const dl_phdr_info& library) noexcept {
     range.high = std::max<std::uint64_t>(range.high, library.dlpi_addr + part.p_vaddr + part.p_memsz);
   }
   return range;
+}
+
+const char* file_name(const dl_phdr_info& library) noexcept {
+  const char* const slash = std::strrchr(library.dlpi_name, '/');
+  return slash != nullptr ? slash + 1 : library.dlpi_name;
+}
+
+bool is_loaded(const char* prefix) noexcept {
+  bool found = false;
+  for_each_library([&](const dl_phdr_info& library) {
+    return found = std::strncmp(file_name(library), prefix, std::strlen(prefix)) == 0;
+  });
+  return found;
 }
 
 std::uint64_t unloads() noexcept {

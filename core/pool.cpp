@@ -93,7 +93,10 @@ Block* Pool::carve(Block* block, std::uint64_t size, std::uint64_t alignment, Bl
   Heap& heap = *heaps_[block->heap];
   const std::uint64_t freed = block->idle.stamp;
   const std::uint64_t whole = block->lower == nullptr && block->upper == nullptr ? block->size : 0;
-  block = isolate(block, Bins::lead(*block, alignment), size);
+  std::uint64_t lead = Bins::lead(*block, alignment);
+  if (reserves_ && size < AddressMap::kPage)
+    lead = (block->address() + block->size - size) / alignment * alignment - block->address();
+  block = isolate(block, lead, size);
   if (block == nullptr) return nullptr;
   unused_ -= whole;
   if (!segment_of(*block)->enter(block, leaves_)) {
@@ -257,6 +260,7 @@ bool Pool::reserve(std::uint64_t address, std::uint64_t size, Heap& unmapped) no
     close(segment);
     return false;
   }
+  reserves_ = true;
   segment->first->set(BlockState::moving);
   put(rest, unmapped, 0);
   return true;

@@ -149,6 +149,9 @@ class Pool {
   std::uint64_t held_ = 0;
   std::uint64_t unused_ = 0;
   std::uint64_t free_ = 0;
+  // Has memory mapped in pieces. Blocks of less than a page then come from the upper end of a free block, the others
+  // from the lower: small ones lie together, and keep few handles from going back.
+  bool reserves_ = false;
 };
 
 }  // namespace cushion

@@ -432,15 +432,25 @@ bool Runtime::owns(CUdeviceptr address) noexcept {
   return found != foreign_->end() && found->second.server != nullptr;
 }
 
-std::optional<Runtime::MappedBlock> Runtime::mapped_block(CUdeviceptr address) noexcept {
+std::optional<Runtime::NativeBlock> Runtime::native_block(CUdeviceptr address, CUdeviceptr range_start) noexcept {
   const Segment* segment = shared_.map.find(address);
-  if (segment == nullptr || !segment->arena()->context().vmm().on()) return std::nullopt;
+  if (segment == nullptr) {
+    if (options().allocator != AllocatorKind::async) return std::nullopt;
+    std::lock_guard lock(foreign_mutex_);
+    for (const CUdeviceptr base : {range_start, CUdeviceptr{round_up(range_start, kBigAlignment)}}) {  // async.h
+      const auto found = foreign_->find(base);
+      if (found == foreign_->end() || found->second.base != range_start) continue;
+      if (address - base >= found->second.size) break;
+      return NativeBlock{found->second.context, base, found->second.size};
+    }
+    return std::nullopt;
+  }
   Arena& arena = *segment->arena();
   std::lock_guard lock(arena.mutex);
   if (shared_.map.find(address) != segment) return std::nullopt;  // a superblock's that came or went
   const Block* block = segment->last_before(address);
   if (block == nullptr || !Pool::in_use(*block) || address - block->address() >= block->size) return std::nullopt;
-  return MappedBlock{arena.context().handle(), block->address(), block->live.requested};
+  return NativeBlock{arena.context().handle(), block->address(), block->live.requested};
 }
 
 std::optional<CUresult> Runtime::free(CUdeviceptr address) noexcept {

@@ -73,14 +73,16 @@ class Runtime {
   std::optional<CUresult> free_async(CUdeviceptr address, CUstream stream) noexcept;
   // Whether the pointer lies in one of our segments or is a block of the async allocator's.
   bool owns(CUdeviceptr address) noexcept;
-  // The block of mapped memory (vmm.h) that the pointer lies in: of those the driver knows no context, and instead of
-  // the block's range that of its own mapping or reservation.
-  struct MappedBlock {
+  // What a block of cudaMalloc's answers natively. The driver's own answer is another: the range of the segment that
+  // the block lies in, or of its mapping or reservation, and of mapped memory (vmm.h) and of its pool's no context.
+  // `range_start`: where the driver says that the pointer's range begins. Takes the arena's lock; within a block, up to
+  // a load for each 64 KiB before the pointer.
+  struct NativeBlock {
     CUcontext context;
     CUdeviceptr base;
     std::size_t bytes;  // as requested
   };
-  std::optional<MappedBlock> mapped_block(CUdeviceptr address) noexcept;
+  std::optional<NativeBlock> native_block(CUdeviceptr address, CUdeviceptr range_start) noexcept;
 
   // ---- what went to the driver
   void forwarded(Api api) noexcept { count(shared_.counters.forwarded[static_cast<int>(api)]); }

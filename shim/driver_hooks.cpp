@@ -300,6 +300,13 @@ void refuse_ipc() noexcept {
   }
 }
 
+std::optional<Runtime::NativeBlock> native_block(CUdeviceptr address) noexcept {
+  CUdeviceptr start = 0;
+  if (real_cuPointerGetAttribute(&start, CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, address) != CUDA_SUCCESS)
+    return std::nullopt;
+  return runtime().native_block(address, start);
+}
+
 // What the driver has answered of a block of the pool, and natively would not. Such blocks cannot be exported by legacy
 // IPC, where natively this attribute is 1 for cudaMalloc: clearing the first byte of a true makes it false whatever its
 // width.
@@ -308,12 +315,13 @@ void correct(CUpointer_attribute attribute, void* data, CUdeviceptr address) noe
   if (data == nullptr) return;
   if (attribute == CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE && runtime().owns(address))
     *static_cast<unsigned char*>(data) = 0;
-  if (attribute != CU_POINTER_ATTRIBUTE_CONTEXT && attribute != CU_POINTER_ATTRIBUTE_RANGE_START_ADDR &&
+  const bool lacks_context = attribute == CU_POINTER_ATTRIBUTE_CONTEXT && *static_cast<CUcontext*>(data) == nullptr;
+  if (!lacks_context && attribute != CU_POINTER_ATTRIBUTE_RANGE_START_ADDR &&
       attribute != CU_POINTER_ATTRIBUTE_RANGE_SIZE)
     return;
-  const auto block = runtime().mapped_block(address);
+  const auto block = native_block(address);
   if (!block) return;
-  if (attribute == CU_POINTER_ATTRIBUTE_CONTEXT) *static_cast<CUcontext*>(data) = block->context;
+  if (lacks_context) *static_cast<CUcontext*>(data) = block->context;
   if (attribute == CU_POINTER_ATTRIBUTE_RANGE_START_ADDR) *static_cast<CUdeviceptr*>(data) = block->base;
   if (attribute == CU_POINTER_ATTRIBUTE_RANGE_SIZE) *static_cast<std::size_t*>(data) = block->bytes;
 }
@@ -740,7 +748,7 @@ CUresult hook_cuIpcGetMemHandle(CUipcMemHandle* handle, CUdeviceptr address) noe
 }
 CUresult hook_cuMemGetAddressRange_v2(CUdeviceptr* base, std::size_t* bytes, CUdeviceptr address) noexcept {
   const CUresult result = real_cuMemGetAddressRange_v2(base, bytes, address);
-  const auto block = result == CUDA_SUCCESS ? runtime().mapped_block(address) : std::nullopt;
+  const auto block = result == CUDA_SUCCESS ? native_block(address) : std::nullopt;
   if (block && base != nullptr) *base = block->base;
   if (block && bytes != nullptr) *bytes = block->bytes;
   return result;

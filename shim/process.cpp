@@ -1,6 +1,5 @@
 #include "shim/process.h"
 
-#include <dlfcn.h>
 #include <errno.h>
 #include <pthread.h>
 #include <signal.h>
@@ -13,6 +12,7 @@
 #include <mutex>
 
 #include "core/format.h"
+#include "core/libraries.h"
 #include "core/log.h"
 #include "core/options.h"
 #include "shim/helper.h"
@@ -135,12 +135,8 @@ void at_quick_exit_hook() { finish("quick_exit"); }
 // API, which others are built on. They know the driver's allocations only: of a served block they would see the segment
 // that it lies in, and miss every access beyond the block. Takes the loader's lock.
 const char* access_checker() noexcept {
-  for (const char* name : {"libsanitizer-collection.so", "libsanitizer-public.so"}) {
-    void* const library = dlopen(name, RTLD_LAZY | RTLD_NOLOAD);
-    if (library == nullptr) continue;
-    dlclose(library);
-    return name;
-  }
+  for (const char* name : {"libsanitizer-collection.so", "libsanitizer-public.so"})
+    if (is_loaded(name)) return name;
   return nullptr;
 }
 

@@ -11,6 +11,7 @@
 #include <mutex>
 #include <string_view>
 
+#include "core/libraries.h"
 #include "core/options.h"
 #include "core/runtime.h"
 #include "shim/hooks.h"
@@ -163,6 +164,7 @@ void* find_in_driver(const char* name) noexcept {
 
 bool bind_driver() noexcept {
   if (g_bound.load(std::memory_order_acquire)) return true;
+  if (!is_loaded("libcuda.so")) return false;
   DriverTable table;
   if (!table.bind(find_in_driver)) return false;
   // Identity, from both of the driver's own answers; on the drivers seen so far the two are the same pointer.

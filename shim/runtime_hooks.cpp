@@ -64,11 +64,6 @@ cudaError_t answered(cudaError_t result) noexcept {
   return result;
 }
 
-bool is_runtime(const char* path) noexcept {
-  const char* slash = std::strrchr(path, '/');
-  return std::strncmp(slash != nullptr ? slash + 1 : path, "libcudart", 9) == 0;
-}
-
 // The runtime's own function, as the library that calls us would have found it: in the scope of that library, else in
 // whatever libcudart is loaded. A few microseconds.
 void* find_real(const char* name, const void* caller, const void* ours) noexcept {
@@ -88,7 +83,8 @@ void* find_real(const char* name, const void* caller, const void* ours) noexcept
   constexpr std::size_t kLongest = 4096;
   char path[kLongest] = "";
   for_each_library([&](const dl_phdr_info& library) {
-    if (!is_runtime(library.dlpi_name) || std::strlen(library.dlpi_name) >= kLongest) return false;
+    if (std::strncmp(file_name(library), "libcudart", 9) != 0 || std::strlen(library.dlpi_name) >= kLongest)
+      return false;
     std::strcpy(path, library.dlpi_name);
     return true;
   });

@@ -30,10 +30,11 @@ bool report_exists() {
   return std::getenv("CUSHION_REPORT") != nullptr && access(std::getenv("CUSHION_REPORT"), F_OK) == 0;
 }
 
+// Of a signal that killed it: -signal.
 int exit_code(pid_t child) {
   int status = 0;
   EXPECT_EQ(waitpid(child, &status, 0), child);
-  return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+  return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
 }
 
 // --- Every way to end ----------------------------------------------------------------------------------------

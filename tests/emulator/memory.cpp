@@ -89,8 +89,10 @@ Range ReportedRange(const Block& block) {
 CUresult Attribute(void* data, CUpointer_attribute attribute, const Block* block) {
   const bool known = block != nullptr;
   switch (attribute) {
-    case CU_POINTER_ATTRIBUTE_CONTEXT:  // of mapped memory none, measured
-      Store(data, known && block->kind != Block::Kind::kMapped ? block->context->handle : nullptr);
+    case CU_POINTER_ATTRIBUTE_CONTEXT:  // of mapped memory and a pool's none, measured
+      Store(data, known && block->kind != Block::Kind::kMapped && block->kind != Block::Kind::kPool
+                      ? block->context->handle
+                      : nullptr);
       return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
       Store(data, !known ? 0U : static_cast<unsigned>(OnHost(*block) ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE));

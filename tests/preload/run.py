@@ -381,6 +381,15 @@ def disable(setting):
 
 
 @case
+def asks_for_no_library_that_is_not_loaded(setting):
+    """dlopen of a library that is not loaded leaves, for a moment, what a child forked then dies of in its dlopen."""
+    for program in ("route_linked", "route_dlsym"):
+        result = setting.cushioned([setting.program(program)], before=[setting.program("libloader_watch.so")])
+        check("loader_watch" not in result.err, result.err)
+        check(any(report["calls"]["served"] > 0 for report in result.reports), "nothing was served")
+
+
+@case
 def access_checkers(setting):
     """Under compute-sanitizer and other tools on its API Cushion steps aside and says so; DISABLE=0 makes it serve."""
     program = [setting.program("route_dlsym")]

@@ -118,6 +118,32 @@ TEST_F(VmmTest, ScatteredHandlesServeOnAFullDevice) {
   EXPECT_EQ(counters().out_of_memory, 0u);
 }
 
+// Small blocks between the large ones, as long as there is memory. They lie together, so the large ones' handles are
+// free when those are.
+TEST_F(VmmTest, SmallBlocksKeepFewHandles) {
+  core().options().growth_max.bytes = std::uint64_t{1} << 30;
+  core().options().max_size = Size{3 * std::uint64_t{1024} * kMiB, -1};
+  std::vector<CUdeviceptr> small;
+  std::vector<CUdeviceptr> large;
+  for (bool full = false; !full;) {
+    for (auto [blocks, bytes] : {std::pair(&small, kMiB), std::pair(&large, 64 * kMiB)}) {
+      const CUdeviceptr p = core().Malloc(bytes);
+      full = p == 0;
+      if (full) break;
+      blocks->push_back(p);
+    }
+  }
+  ASSERT_GT(large.size(), 40u);
+  for (const CUdeviceptr p : large) CHECK_CU(0, core().Free(p));
+  const std::uint64_t held = core().held();
+  const CUdeviceptr p = core().Malloc(large.size() * 64 * kMiB / 10 * 9);
+  EXPECT_NE(p, 0u);
+  EXPECT_EQ(core().held(), held);
+  EXPECT_EQ(counters().remaps, 1u);
+  small.push_back(p);
+  for (const CUdeviceptr q : small) CHECK_CU(0, core().Free(q));
+}
+
 // What little lies idle is not worth moving while there is more.
 TEST_F(VmmTest, ALittleIdleMemoryStaysWhereItIs) {
   const CUdeviceptr below = Filled(2 * kMiB, 1);
