@@ -3,7 +3,7 @@
 //
 // Whoever asks sets kAttention in the page's word; the next allocation call, or the helper thread, comes here. Locks:
 // attend_mutex_ alone, tried and never waited for, held while a request is answered; the report's locks come below it.
-// No driver call is made.
+// Only `trim` calls the driver.
 #include <unistd.h>
 
 #include <cerrno>
@@ -136,6 +136,11 @@ void Runtime::fulfil(ControlPage& page, const std::string& text) noexcept {
         put(page.answer, reason_of(page.failed));
       }
       break;
+    case RequestKind::trim: {
+      char line[80];
+      put(page.answer, format_into(line, "{} bytes given back", trim()));
+      break;
+    }
     default:
       page.failed = ENOSYS;
       put(page.answer, "the process knows no such request");

@@ -324,6 +324,7 @@ bool Context::allocate_slowly(const Need& need, const Request& request, LaneRef 
     if (untidy_.load(std::memory_order_relaxed)) poll();
     Arena& arena = arena_of(need, by);
     grant = take(arena, need, request, by);
+    if (!grant && options().idle_release.ns != 0) release_idle();
     if (!grant) grant = search(arena, need, request, by);
     if (!grant) return false;
     by.lane->enter();
@@ -534,6 +535,8 @@ bool Context::grow(const Need& need, bool exact, CUresult& why) {
     promised_ += promised;
     ++growing_;
   }
+  const Limit::Claim claim = shared_.limit.claim(shared_, device_, promised, kPage);
+  const bool limited = shared_.limit.on() && claim.bytes() < promised;
   CUdeviceptr address = 0;
   CUresult result = CUDA_SUCCESS;
   Vmm::Growth growth;
@@ -541,6 +544,10 @@ bool Context::grow(const Need& need, bool exact, CUresult& why) {
     RelaxedCaptureMode relaxed(driver());
     CurrentContext current(driver(), handle_);
     result = current.result();
+    if (limited && !vmm_.on()) {
+      if (claim.bytes() < least) result = CUDA_ERROR_OUT_OF_MEMORY;
+      want = std::min(want, std::max(least, claim.bytes()));
+    }
     if (result == CUDA_SUCCESS && want > least) {  // speculative: leaves the rest of the device to others (contract §6)
       std::size_t idle = 0;
       std::size_t total = 0;
@@ -549,7 +556,7 @@ bool Context::grow(const Need& need, bool exact, CUresult& why) {
     }
     if (result == CUDA_SUCCESS) {
       if (vmm_.on()) {
-        growth = vmm_.extend(need, promised, want > least ? want : 0, generation);
+        growth = vmm_.extend(need, limited ? claim.bytes() : promised, want > least ? want : 0, generation);
         result = growth.result;
       } else {
         result = driver().call(driver().cuMemAlloc_v2, &address, static_cast<std::size_t>(want));
@@ -561,7 +568,7 @@ bool Context::grow(const Need& need, bool exact, CUresult& why) {
     }
     note(result);
   }
-  why = growth.limited ? CUDA_SUCCESS : result;
+  why = growth.limited && !limited ? CUDA_SUCCESS : result;
   bool added = false;
   {
     std::lock_guard lock(mutex_);
@@ -802,6 +809,7 @@ CUresult Context::free(const Found& found) noexcept try {
   if (clean && !unserved) fences_.completed(stamp);
   const std::uint64_t generation = events_.generation();
   give(found, nullptr, clean);
+  if (options().idle_release.ns != 0) release_idle();
   if (unserved && !shared_.gate.may_be_open()) {
     vmm_.on() ? release_unused(0) : give_back(detach_unused(0), generation);
   }
@@ -1481,6 +1489,20 @@ std::uint64_t Context::release_unused(std::uint64_t keep) {
     if (!streams_idle()) return 0;
   }
   return give_back(detach_unused(keep), generation);
+}
+
+void Context::release_idle() {
+  const std::uint64_t now = coarse_ns();
+  std::uint64_t due = idle_due_.load(std::memory_order_relaxed);
+  if (now < due || !idle_due_.compare_exchange_strong(due, now + options().idle_release.ns, std::memory_order_relaxed))
+    return;
+  std::uint64_t idle = 0;
+  {
+    std::lock_guard lock(global().mutex);
+    idle = global().pool.take_least_free();
+  }
+  const std::uint64_t all = unused();  // what caches held is free from here on
+  if (due != 0 && idle != 0 && all != 0) release_unused(all - std::min(all, idle));
 }
 
 std::vector<Context::Piece> Context::detach_unused(std::uint64_t keep) {

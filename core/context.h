@@ -111,6 +111,9 @@ class Context {
   // Memory is short elsewhere: gives back what is clean and unused. `patience_ns` bounds the wait for freed blocks.
   // Returns the number of segments given back.
   std::uint64_t relieve(std::uint64_t patience_ns);
+  // Gives back what was free for IDLE_RELEASE, if that has passed since the last time: two loads and a clock of 5 ns if
+  // not. As all that goes back by cuMemFree, only while the device is idle.
+  void release_idle();
   std::uint64_t unused() noexcept;
 
   // What another allocator in this context needs of it (async.h).
@@ -307,6 +310,7 @@ class Context {
   std::atomic<int> broken_{0};
   // Growth was refused: cudaFreeAsync records its event inside itself (contract §3).
   std::atomic<bool> pressure_{false};
+  std::atomic<std::uint64_t> idle_due_{0};  // when release_idle() looks again; relaxed: who sets it is who looks
   // By Arena::index; made when first needed, under the context's lock, and never destroyed.
   std::array<std::atomic<Arena*>, Lane::kArenas> arenas_{};
 

@@ -24,7 +24,7 @@ namespace cushion {
 
 inline constexpr int kDevices = 128;
 
-enum class RequestKind : std::uint32_t { track, mark, report };
+enum class RequestKind : std::uint32_t { track, mark, report, trim };
 // idle → posted (asker) → taken (process) → done (process) → idle (asker). An asker that gives up makes posted idle.
 enum class RequestState : std::uint64_t { idle, posted, taken, done };
 

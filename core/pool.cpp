@@ -94,7 +94,7 @@ Block* Pool::carve(Block* block, std::uint64_t size, std::uint64_t alignment, Bl
   const std::uint64_t freed = block->idle.stamp;
   const std::uint64_t whole = block->lower == nullptr && block->upper == nullptr ? block->size : 0;
   std::uint64_t lead = Bins::lead(*block, alignment);
-  if (reserves_ && size < AddressMap::kPage)
+  if (reserves_ && size < AddressMap::kPage && block->size >= 2 * AddressMap::kPage)
     lead = (block->address() + block->size - size) / alignment * alignment - block->address();
   block = isolate(block, lead, size);
   if (block == nullptr) return nullptr;
@@ -103,7 +103,7 @@ Block* Pool::carve(Block* block, std::uint64_t size, std::uint64_t alignment, Bl
     put(block, heap, freed);
     return nullptr;
   }
-  free_ -= block->size;
+  use(block->size);
   block->live = {};
   block->set(as);
   return block;
@@ -158,7 +158,7 @@ void Pool::give_evented(Block* block, Heap& heap, std::uint64_t stamp) noexcept 
 }
 
 void Pool::take_evented(Block* block, BlockState as) noexcept {
-  free_ -= block->size;
+  use(block->size);
   block->live = {};
   block->set(as);
 }

@@ -6,8 +6,10 @@
 // every function wants the arena's lock held.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "core/address_map.h"
@@ -73,6 +75,8 @@ class Pool {
   std::uint64_t held() const noexcept { return held_; }        // bytes of all segments
   std::uint64_t unused() const noexcept { return unused_; }    // bytes of segments wholly free, in whatever heap
   std::uint64_t free_bytes() const noexcept { return free_; }  // bytes of free blocks, evented ones too
+  // What was free all the time since this was last called, in bytes.
+  std::uint64_t take_least_free() noexcept { return std::min(std::exchange(least_free_, free_), free_); }
   // How free memory is cut up; evented blocks are left out. Walks the blocks: for diagnosis only.
   struct Fragments {
     std::uint64_t largest = 0;  // bytes
@@ -149,8 +153,13 @@ class Pool {
   std::uint64_t held_ = 0;
   std::uint64_t unused_ = 0;
   std::uint64_t free_ = 0;
-  // Has memory mapped in pieces. Blocks of less than a page then come from the upper end of a free block, the others
-  // from the lower: small ones lie together, and keep few handles from going back.
+  std::uint64_t least_free_ = 0;  // since it was last asked for
+  void use(std::uint64_t bytes) noexcept {
+    free_ -= bytes;
+    least_free_ = std::min(least_free_, free_);
+  }
+  // Has memory mapped in pieces. Blocks of less than a page then come from the upper end of a free block of pages, the
+  // others from the lower: small ones lie together, and keep few handles from going back.
   bool reserves_ = false;
 };
 

@@ -95,6 +95,7 @@ bool Runtime::start(const char* const* environment, const char* program, const L
     std::lock_guard lock(foreign_mutex_);
     foreign_ = new std::unordered_map<CUdeviceptr, ForeignBlock>;
   }
+  shared_.limit.set(read.options.limit);
   shared_.options = new Options(std::move(read.options));
 
   if (ControlPage* page = control_file_.create(about->name, options().ctl == CtlMode::on)) {
@@ -359,6 +360,8 @@ bool Runtime::malloc_async(CUdeviceptr* out, std::size_t bytes, CUstream stream)
 bool Runtime::serve_from_driver_pool(Context& context, CUdeviceptr* out, std::size_t bytes, Api api) noexcept {
   if (native_async_[index_of(context.device())].load(std::memory_order_relaxed)) return false;
   const std::uint64_t generation = context.generation();
+  const Limit::Claim claim = shared_.limit.claim(shared_, context.device(), bytes, bytes);
+  if (!claim) return false;
   PoolBlock served;
   if (!context.async().allocate(bytes, &served)) return false;
   ForeignBlock block{bytes, note(bytes), context.handle(), context.device(), api};
@@ -399,7 +402,7 @@ std::optional<CUresult> Runtime::free_to_driver_pool(CUdeviceptr address, Free f
   if (found == foreign_->end() || found->second.serial != block.serial) return result;  // reset, or handed out anew
   if (result == CUDA_SUCCESS) {
     left(block.note, address, block.size);
-    foreign_bytes(block).subtract(block.size);
+    uncount(block);
     foreign_->erase(found);
   } else {
     found->second.freeing = false;
@@ -435,7 +438,7 @@ bool Runtime::owns(CUdeviceptr address) noexcept {
 std::optional<Runtime::NativeBlock> Runtime::native_block(CUdeviceptr address, CUdeviceptr range_start) noexcept {
   const Segment* segment = shared_.map.find(address);
   if (segment == nullptr) {
-    if (options().allocator != AllocatorKind::async) return std::nullopt;
+    if (shared_.options == nullptr || options().allocator != AllocatorKind::async) return std::nullopt;
     std::lock_guard lock(foreign_mutex_);
     for (const CUdeviceptr base : {range_start, CUdeviceptr{round_up(range_start, kBigAlignment)}}) {  // async.h
       const auto found = foreign_->find(base);
@@ -518,13 +521,30 @@ void Runtime::forwarded_block(Api api, CUdeviceptr address, std::size_t bytes, C
 } catch (...) {  // no host memory to remember it by: the report will lack it
 }
 
+void Runtime::uncount(const ForeignBlock& block) noexcept {
+  foreign_bytes(block).subtract(block.size);
+  if (block.api == Api::managed)
+    shared_.limit.managed(static_cast<int>(index_of(block.device))).fetch_sub(block.size, std::memory_order_relaxed);
+}
+
+Limit::Claim Runtime::claim(Api api, std::uint64_t bytes) noexcept {
+  if (!shared_.limit.on() || api == Api::managed || bytes == 0) return {};
+  CUdevice device = 0;
+  {
+    InsideDriver inside;
+    if (shared_.driver.cuCtxGetDevice(&device) != CUDA_SUCCESS) return {};
+  }
+  Limit::Claim claim = shared_.limit.claim(shared_, device, bytes, bytes);
+  return claim || !relieve(bytes) ? std::move(claim) : shared_.limit.claim(shared_, device, bytes, bytes);
+}
+
 std::optional<ForeignBlock> Runtime::forget_foreign(CUdeviceptr address) noexcept {
   std::lock_guard lock(foreign_mutex_);
   const auto found = foreign_->find(address);
   if (found == foreign_->end()) return std::nullopt;
   const ForeignBlock block = found->second;
   foreign_->erase(found);
-  foreign_bytes(block).subtract(block.size);
+  uncount(block);
   return block;
 }
 
@@ -532,15 +552,40 @@ void Runtime::add_foreign(CUdeviceptr address, const ForeignBlock& block) {
   const auto [at, fresh] = foreign_->try_emplace(address, block);
   if (!fresh) {  // the old one was freed out of our sight, or its free has not returned yet
     left(at->second.note, address, at->second.size);
-    foreign_bytes(at->second).subtract(at->second.size);
+    uncount(at->second);
     at->second = block;
   }
   foreign_bytes(block).add(block.size);
+  if (block.api == Api::managed)
+    shared_.limit.managed(static_cast<int>(index_of(block.device))).fetch_add(block.size, std::memory_order_relaxed);
 }
 
 void Runtime::restore_foreign(CUdeviceptr address, const ForeignBlock& block) noexcept try {
   std::lock_guard lock(foreign_mutex_);
   add_foreign(address, block);
+} catch (...) {
+}
+
+std::uint64_t Runtime::trim() noexcept try {
+  const auto held = [&] {
+    std::uint64_t bytes = 0;
+    shared_.for_each_context([&](const Context& context) { bytes += context.usage().held.current(); });
+    return bytes;
+  };
+  const std::uint64_t before = held();
+  shared_.for_each_context([&](Context& context) {
+    if (!context.alive()) return;
+    options().allocator == AllocatorKind::async ? context.async().trim(0) : context.relieve(0) != 0;
+  });
+  return before - std::min(before, held());
+} catch (...) {
+  return 0;
+}
+
+void Runtime::release_idle() noexcept try {
+  shared_.for_each_context([&](Context& context) {
+    if (context.alive() && options().suballocates()) context.release_idle();
+  });
 } catch (...) {
 }
 
@@ -575,6 +620,15 @@ std::uint64_t Runtime::unused_in_current() noexcept {
     if (context.alive() && context.device() == current->device()) bytes += context.unused();
   });
   return bytes;
+}
+
+std::uint64_t Runtime::used_in_current(std::uint64_t unused) noexcept {
+  CUdevice device = 0;
+  InsideDriver inside;
+  if (shared_.driver.cuCtxGetDevice(&device) != CUDA_SUCCESS) return 0;
+  const std::uint64_t used = Limit::used(shared_, device);
+  return options().suballocates() ? used - std::min(used, unused)
+                                  : used;  // of the driver's pool only what is used counts
 }
 
 // ---- order -------------------------------------------------------------------------------------------------------
@@ -731,7 +785,7 @@ void Runtime::ended(CUcontext handle) noexcept try {
   std::erase_if(*foreign_, [&](const auto& entry) {
     if (!gone(entry.second)) return false;
     left(entry.second.note, entry.first, entry.second.size);
-    foreign_bytes(entry.second).subtract(entry.second.size);
+    uncount(entry.second);
     if (entry.second.server != nullptr) {
       count(shared_.counters.reset_blocks);
       count(shared_.counters.reset_bytes, entry.second.size);

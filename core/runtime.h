@@ -95,8 +95,17 @@ class Runtime {
   // A forwarded call for `bytes` (0: unknown) answered out of memory: gives back what is cached in any context, waiting
   // at most OOM_WAIT for it. True if memory went back and it is worth asking again.
   bool relieve(std::size_t bytes) noexcept;
+  // Gives back what is cached and nothing uses, without a wait. The bytes that were held and are no more.
+  std::uint64_t trim() noexcept;
+  // IDLE_RELEASE, for a thread that has nothing else to do.
+  void release_idle() noexcept;
+  // What a call that the driver serves may use of the current device under LIMIT: `bytes`, or none. Until the call's
+  // block is recorded.
+  Limit::Claim claim(Api api, std::uint64_t bytes) noexcept;
   // Bytes that cuMemGetInfo of the current context should add to the driver's answer.
   std::uint64_t unused_in_current() noexcept;
+  // Bytes of the current device that LIMIT counts and the program uses; `unused` are those of unused_in_current().
+  std::uint64_t used_in_current(std::uint64_t unused) noexcept;
 
   // ---- order
   struct Mark {  // a stream's place when an event was recorded on it; no context: there is nothing to know
@@ -233,6 +242,7 @@ class Runtime {
 
   // These want foreign_mutex_.
   void add_foreign(CUdeviceptr address, const ForeignBlock& block);
+  void uncount(const ForeignBlock& block) noexcept;
   Gauge& foreign_bytes(const ForeignBlock& block) noexcept {
     const int device = static_cast<int>(index_of(block.device));
     return block.server != nullptr ? shared_.from_driver_pool(device) : shared_.forwarded(device);

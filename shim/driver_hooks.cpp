@@ -1,5 +1,10 @@
 // Driver hooks: the bodies, one for each line of hooks.def. A body says whose call it is and hands it to core; it
 // decides nothing. Errors leave as the native call would give them.
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+
 #include "core/log.h"
 #include "core/thread.h"
 #include "shim/hooks.h"
@@ -51,14 +56,29 @@ CUresult with_room(const Real<Fn>& real, Args... args) noexcept {
   return with_room_for(0, real, args...);
 }
 
+// How large the program is to think the device, if not as large as it is: also before the first allocation.
+std::optional<Size> shown_limit() noexcept try {
+  const auto shown = [](const Options& options) -> std::optional<Size> {
+    if (options.limit.percent >= 100 || options.limit_shown == ShownMemory::device) return std::nullopt;
+    return options.limit;
+  };
+  if (serving() != nullptr) return shown(runtime().options());
+  if (std::getenv("CUSHION_LIMIT") == nullptr || !may_start()) return std::nullopt;
+  const OptionsResult read = read_options(environ);
+  return read.errors.empty() ? shown(read.options) : std::nullopt;
+} catch (...) {
+  return std::nullopt;
+}
+
 // Passes on an allocation that core did not serve, counts it and remembers its block.
 template <class Fn, class... Args>
 CUresult forward(Runtime& rt, Api api, CUdeviceptr* out, std::size_t bytes, CUstream stream, const Real<Fn>& real,
                  Args... args) noexcept {
-  const CUresult result = with_room_for(bytes, real, args...);
-  rt.forwarded(api);
   const bool ordered = api == Api::malloc_async || api == Api::from_pool;
   const bool graph_owned = ordered && shared().gate.capturing(shared().driver, stream);
+  const Limit::Claim claim = graph_owned ? Limit::Claim() : rt.claim(api, bytes);
+  const CUresult result = claim ? with_room_for(bytes, real, args...) : CUDA_ERROR_OUT_OF_MEMORY;
+  rt.forwarded(api);
   if (result == CUDA_ERROR_OUT_OF_MEMORY) rt.out_of_memory(bytes, api);
   if (result == CUDA_SUCCESS && out != nullptr && !graph_owned) rt.forwarded_block(api, *out, bytes, stream, ordered);
   return result;
@@ -395,7 +415,21 @@ CUresult hook_cuMemGetInfo_v2(std::size_t* idle, std::size_t* total) noexcept {
   Runtime* rt = idle != nullptr ? serving() : nullptr;
   const std::uint64_t unused = rt != nullptr ? rt->unused_in_current() : 0;
   const CUresult result = real_cuMemGetInfo_v2(idle, total);
-  if (result == CUDA_SUCCESS && idle != nullptr) *idle += unused;
+  if (result != CUDA_SUCCESS || idle == nullptr) return result;
+  *idle += unused;
+  if (total == nullptr) return result;
+  if (const std::optional<Size> limit = shown_limit()) {
+    const std::uint64_t most = std::min<std::uint64_t>(limit->of(*total), *total);
+    const std::uint64_t used = rt != nullptr ? rt->used_in_current(unused) : 0;
+    *idle = std::min<std::uint64_t>(*idle, most - std::min(most, used));
+    *total = most;
+  }
+  return result;
+}
+CUresult hook_cuDeviceTotalMem_v2(std::size_t* total, CUdevice device) noexcept {
+  const CUresult result = real_cuDeviceTotalMem_v2(total, device);
+  if (result != CUDA_SUCCESS || total == nullptr) return result;
+  if (const std::optional<Size> limit = shown_limit()) *total = std::min<std::size_t>(limit->of(*total), *total);
   return result;
 }
 

@@ -6,6 +6,11 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
+
+#include "shim/hooks.h"
+#include "shim/process.h"
+
 namespace cushion {
 namespace {
 
@@ -13,12 +18,16 @@ void* answer_requests(void* of) {
   Runtime& runtime = *static_cast<Runtime*>(of);
   ControlPage& page = *runtime.shared().page;
   const bool has_metrics = !runtime.program().metrics.empty();
-  const timespec interval{static_cast<time_t>(Runtime::kMetricsAge / 1'000'000'000), 0};
+  const std::uint64_t idle = runtime.options().idle_release.ns;
+  std::uint64_t pause = idle != 0 ? std::max(idle / 2, std::uint64_t{10'000'000}) : Runtime::kMetricsAge;
+  if (has_metrics) pause = std::min(pause, Runtime::kMetricsAge);
+  const timespec interval{static_cast<time_t>(pause / 1'000'000'000), static_cast<long>(pause % 1'000'000'000)};
   for (;;) {
     // Acquire, and before the answer: a ring that comes while answering is seen by the wait.
     const std::uint32_t rung = page.doorbell.load(std::memory_order_acquire);
     if (runtime.shared().wants_attention()) runtime.attend();
-    syscall(SYS_futex, &page.doorbell, FUTEX_WAIT, rung, has_metrics ? &interval : nullptr, nullptr, 0);
+    syscall(SYS_futex, &page.doorbell, FUTEX_WAIT, rung, has_metrics || idle != 0 ? &interval : nullptr, nullptr, 0);
+    if (idle != 0 && serving() != nullptr) runtime.release_idle();
     if (has_metrics) page.word.fetch_or(ControlPage::kAttention, std::memory_order_relaxed);
   }
   return nullptr;

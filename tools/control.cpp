@@ -176,12 +176,14 @@ int fail(const std::string& problem) {
   return 1;
 }
 
-// `about` begins the line of what the process could not do.
-int request(std::int64_t pid, RequestKind kind, const std::string& text, const std::string& about = {}) {
+// `about` begins the line of what the process could not do; `said` gets what it says of what it did.
+int request(std::int64_t pid, RequestKind kind, const std::string& text, const std::string& about = {},
+            std::string* said = nullptr) {
   const PageSearch search = find_page(pid);
   if (search.pages.empty()) return fail(search.problems.front());
   const Answer answer = ask(search.pages.front(), kind, text, kPatience, say_waiting);
-  return answer.done ? 0 : fail(about + answer.problem);
+  if (answer.done && said != nullptr) *said = answer.said;
+  return answer.done ? 0 : fail(about + answer.said);
 }
 
 }  // namespace
@@ -192,6 +194,13 @@ int ctl_track(std::int64_t pid, const std::string& level) {
     return 2;
   }
   return request(pid, RequestKind::track, level);
+}
+
+int ctl_trim(std::int64_t pid) {
+  std::string said;
+  const int status = request(pid, RequestKind::trim, "", {}, &said);
+  if (status == 0) fmt::print("{}\n", said);
+  return status;
 }
 
 int ctl_mark(std::int64_t pid, const std::string& name) { return request(pid, RequestKind::mark, name); }

@@ -41,7 +41,7 @@ bool has_figures_since(const OpenPage& page, std::uint64_t monotonic);
 
 struct Answer {
   bool done = false;
-  std::string problem;  // else: why not
+  std::string said;  // what the process says of what it did; else: why not
 };
 // `waiting` is called once if the answer does not come at once.
 Answer ask(const OpenPage& page, RequestKind kind, const std::string& text, std::chrono::milliseconds patience,
@@ -49,6 +49,7 @@ Answer ask(const OpenPage& page, RequestKind kind, const std::string& text, std:
 
 // The commands; each answers the exit status.
 int ctl_track(std::int64_t pid, const std::string& level);
+int ctl_trim(std::int64_t pid);
 int ctl_mark(std::int64_t pid, const std::string& name);
 int ctl_report(std::int64_t pid, const std::string& path);  // empty: cushion-report-PID.json here
 int ctl_show(std::int64_t pid, bool json);

@@ -190,6 +190,7 @@ int main_of(int argc, char** argv) {
   ctl_show_command->add_flag("--json", json, "As a line of JSON");
   CLI::App* const ctl_track_command = ctl_command->add_subcommand("track", "Switch its tracking");
   ctl_track_command->add_option("level", argument, "As CUSHION_TRACK")->required()->type_name("LEVEL");
+  CLI::App* const ctl_trim_command = ctl_command->add_subcommand("trim", "Have it give unused memory back");
   CLI::App* const ctl_mark_command = ctl_command->add_subcommand("mark", "Name this moment in its report");
   ctl_mark_command->add_option("name", argument, "The moment's name")->required()->type_name("NAME");
   CLI::App* const ctl_report_command = ctl_command->add_subcommand("report", "Have it write its report now");
@@ -225,6 +226,7 @@ int main_of(int argc, char** argv) {
     return run(library, std::move(command));
   }
   if (*ctl_track_command) return ctl_track(pid, argument);
+  if (*ctl_trim_command) return ctl_trim(pid);
   if (*ctl_mark_command) return ctl_mark(pid, argument);
   if (*ctl_report_command) return ctl_report(pid, argument);
   if (*ctl_show_command) return ctl_show(pid, json);

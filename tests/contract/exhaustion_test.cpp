@@ -1,4 +1,5 @@
 // Contract §6, running out: a cache must never make anybody's allocation fail that would succeed without it.
+#include <atomic>
 #include <functional>
 #include <latch>
 #include <numeric>
@@ -232,6 +233,71 @@ TEST_F(Exhaustion, AnotherContextIsNotStarved) {
 }
 
 // CUSHION_MAX_SIZE bounds what the pool holds, not what the program may have.
+// Under CUSHION_LIMIT=256MiB the device is as large as that, whoever serves.
+SCENARIO(has_a_limit) {
+  std::size_t free = 0, total = 0;
+  CHECK_CU(CUDA_SUCCESS, driver().MemGetInfo(&free, &total));
+  EXPECT_EQ(total, 256 * MiB);
+  EXPECT_EQ(free, 256 * MiB);
+  CHECK_CU(CUDA_SUCCESS, driver().DeviceTotalMem(&total, 0));
+  EXPECT_EQ(total, 256 * MiB);
+  const Stream stream;
+  const CUdeviceptr half = allocate(128 * MiB);
+  CHECK_CU(CUDA_SUCCESS, driver().MemGetInfo(&free, &total));
+  EXPECT_EQ(free, 128 * MiB);
+  CUdeviceptr p = 0, q = 0;
+  std::size_t pitch = 0;
+  CHECK_CU(CUDA_ERROR_OUT_OF_MEMORY, driver().MemAlloc(&p, 130 * MiB));
+  CHECK_CU(CUDA_ERROR_OUT_OF_MEMORY, driver().MemAllocAsync(&p, 130 * MiB, stream));
+  CHECK_CU(CUDA_ERROR_OUT_OF_MEMORY, driver().MemAllocPitch(&p, &pitch, MiB, 130, 4));
+  CHECK_CU(CUDA_SUCCESS, driver().MemAllocManaged(&q, 512 * MiB, CU_MEM_ATTACH_GLOBAL));  // may lie on the host
+  CHECK_CU(CUDA_SUCCESS, driver().MemAlloc(&p, 120 * MiB));
+  CHECK_CU(CUDA_SUCCESS, driver().MemFree(p));
+  CHECK_CU(CUDA_SUCCESS, driver().MemFree(half));
+  CHECK_CU(CUDA_SUCCESS, driver().MemFree(q));
+  p = allocate_async(250 * MiB, stream);  // what the pool held goes back for it
+  CHECK_CU(CUDA_SUCCESS, driver().MemFreeAsync(p, stream));
+  finish(stream);
+}
+
+// Whatever threads ask for at once: as much as the limit allows, and no more.
+SCENARIO(threads_share_a_limit) {
+  CUcontext context = nullptr;
+  CHECK_CU(CUDA_SUCCESS, driver().CtxGetCurrent(&context));
+  std::atomic<std::size_t> live{0};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 4; ++i) {
+    threads.emplace_back([&, i] {
+      CHECK_CU(CUDA_SUCCESS, driver().CtxSetCurrent(context));
+      CUdeviceptr p = 0;
+      for (const std::size_t size = (i + 1) * 2 * MiB; driver().MemAlloc(&p, size) == CUDA_SUCCESS;) live += size;
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_LE(live, 256 * MiB);
+  EXPECT_GE(live, 128 * MiB);
+}
+
+TEST_F(Exhaustion, TheLimitIsTheDevice) {
+  if (!under_cushion()) GTEST_SKIP() << "it is Cushion's";
+  EXPECT_SCENARIO("has_a_limit", {"CUSHION_LIMIT=256MiB"});
+  EXPECT_SCENARIO("threads_share_a_limit", {"CUSHION_LIMIT=256MiB"});
+}
+
+SCENARIO(sees_the_device) {
+  std::size_t free = 0, total = 0;
+  CHECK_CU(CUDA_SUCCESS, driver().MemFree(allocate(MiB)));
+  CHECK_CU(CUDA_SUCCESS, driver().MemGetInfo(&free, &total));
+  EXPECT_GT(total, 256 * MiB);
+  CUdeviceptr p = 0;
+  CHECK_CU(CUDA_ERROR_OUT_OF_MEMORY, driver().MemAlloc(&p, 300 * MiB));
+}
+
+TEST_F(Exhaustion, TheLimitNeedNotBeShown) {
+  if (!under_cushion()) GTEST_SKIP() << "it is Cushion's";
+  EXPECT_SCENARIO("sees_the_device", {"CUSHION_LIMIT=256MiB", "CUSHION_LIMIT_SHOWN=device"});
+}
+
 SCENARIO(more_than_max_size) {
   std::vector<CUdeviceptr> blocks(40);
   for (CUdeviceptr& p : blocks) p = allocate(8 * MiB);

@@ -6,6 +6,7 @@
 //     go                 the threads allocate and free until `pause`
 //     pause              -> paused BLOCKS BYTES      live in all threads
 //     allocate N SIZE    -> allocated N              kept until the end
+//     free               -> freed N                  what was kept
 //     fork               -> child CODE               a child that pokes at what it inherited
 //     track LEVEL        -> 0|1|…                    cushion_set_track
 //     mark NAME          -> …                        cushion_mark
@@ -156,6 +157,10 @@ int main(int argc, char** argv) {
         kept.push_back(block);
       }
       std::cout << "allocated " << count << std::endl;
+    } else if (command == "free") {
+      for (const CUdeviceptr block : kept) program.failed += api.free(block) != CUDA_SUCCESS;
+      std::cout << "freed " << kept.size() << std::endl;
+      kept.clear();
     } else if (command == "fork") {
       const pid_t child = fork();
       if (child == 0) std::exit(in_child(api));

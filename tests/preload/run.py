@@ -965,6 +965,37 @@ def ctl_switches_tracking(setting):
 
 
 @case
+def ctl_trims(setting):
+    """What nothing uses goes back to the driver when it is asked for, and the program's blocks stay."""
+    for options in ({"CUSHION_CTL": "on"}, {}, {"CUSHION_CTL": "on", "CUSHION_BACKING": "vmm"}):
+        with Churn(setting, **options) as program:
+            program.ask("allocate 8 64000000")
+            program.ask("free")
+            program.ask("allocate 1 700001")
+            before = program.report_now(poke=True)["devices"][0]
+            check(before["held"]["current"] > 8 * 64000000, f"{before}")
+            said = program.ctl("trim", poke=True).out
+            after = program.report_now(poke=True)["devices"][0]
+            went = before["held"]["current"] - after["held"]["current"]
+            check(went >= 7 * 64000000 and said == f"{went} bytes given back\n", f"{said} {before} {after}")
+            check(after["requested"]["current"] >= before["requested"]["current"], f"{before} {after}")
+            program.quit()
+
+
+@case
+def an_idle_process_gives_memory_back(setting):
+    """CUSHION_IDLE_RELEASE with CTL=on: without a call of the program."""
+    with Churn(setting, CUSHION_CTL="on", CUSHION_IDLE_RELEASE="100ms") as program:
+        program.ask("allocate 8 64000000")
+        program.ask("free")
+        deadline = time.monotonic() + TIMEOUT_S
+        while (held := json.loads(program.ctl("show", "--json").out)["devices"][0]["held"]) > 0:
+            check(time.monotonic() < deadline, f"{held} bytes are held")
+            time.sleep(0.05)
+        program.quit()
+
+
+@case
 def ctl_switches_stacks(setting):
     """From off to stacks, to samples and back while 8 threads allocate: no block is lost, and who has a stack has the
     right one."""

@@ -981,6 +981,36 @@ TEST_F(OldDriverTest, WithPeersNothingIsServedAndWhatIsFreedGoesBack) {
   EXPECT_EQ(core().held(), 0u);
 }
 
+// IDLE_RELEASE: an allocation or free looks, at most once in that time, and what was free all the while goes back.
+TEST_F(ContextTest, WhatNobodyUsesGoesBackAfterItsTime) {
+  core().options().idle_release.ns = 20'000'000;
+  const auto look = [&] {  // a miss: no magazine has such a block
+    std::this_thread::sleep_for(25ms);
+    const CUdeviceptr p = core().Malloc(3 * kSegment);
+    CHECK_CU(0, core().Free(p));
+  };
+  const CUdeviceptr kept = core().Malloc(512);
+  const CUdeviceptr idle = core().Malloc(40 * kSegment);
+  look();
+  CHECK_CU(0, core().Free(idle));
+  look();  // it was used within this time
+  EXPECT_GE(core().held(), 40 * kSegment);
+  look();
+  EXPECT_LE(core().held(), 8 * kSegment);  // what the look itself uses
+  EXPECT_GE(core().held(), kSegment);
+  CHECK_CU(0, core().Free(kept));
+}
+
+TEST_F(ContextTest, WhatIsUsedNowAndThenStays) {
+  core().options().idle_release.ns = 20'000'000;
+  for (int i = 0; i < 4; ++i) {
+    CHECK_CU(0, core().Free(core().Malloc(40 * kSegment)));
+    std::this_thread::sleep_for(25ms);
+  }
+  EXPECT_GE(core().held(), 40 * kSegment);
+  EXPECT_EQ(counters().releases, 0u);
+}
+
 TEST_F(OldDriverTest, ASyncFreeOnAFullDeviceWaitsAllTheSame) {
   TestStream s;
   Gate gate;

@@ -136,7 +136,7 @@ TEST_F(VmmTest, SmallBlocksKeepFewHandles) {
   ASSERT_GT(large.size(), 40u);
   for (const CUdeviceptr p : large) CHECK_CU(0, core().Free(p));
   const std::uint64_t held = core().held();
-  const CUdeviceptr p = core().Malloc(large.size() * 64 * kMiB / 10 * 9);
+  const CUdeviceptr p = core().Malloc(large.size() * 64 * kMiB / 10 * 6);
   EXPECT_NE(p, 0u);
   EXPECT_EQ(core().held(), held);
   EXPECT_EQ(counters().remaps, 1u);

@@ -1,0 +1,46 @@
+#include "core/limit.h"
+
+#include <algorithm>
+
+#include "core/context.h"
+#include "core/shared.h"
+
+namespace cushion {
+
+void Limit::set(const Size& most) noexcept {
+  most_ = most;
+  on_ = most.percent < 100;
+}
+
+std::uint64_t Limit::of(const Size& most, const Driver& driver, int device) noexcept {
+  std::size_t total = 0;
+  if (driver.call(driver.cuDeviceTotalMem_v2, &total, device) != CUDA_SUCCESS) return ~std::uint64_t{0};
+  return std::min<std::uint64_t>(most.of(total), total);
+}
+
+std::uint64_t Limit::used(Shared& shared, int device) noexcept {
+  std::uint64_t bytes = shared.forwarded(device).current() + shared.from_driver_pool(device).current() -
+                        shared.limit.managed(device).load(std::memory_order_relaxed);
+  shared.for_each_context([&](const Context& context) {
+    if (context.device() == device) bytes += context.usage().held.current();
+  });
+  return bytes;
+}
+
+Limit::Claim Limit::claim(Shared& shared, int device, std::uint64_t most, std::uint64_t unit) noexcept {
+  if (!on_) return {};
+  const std::uint64_t limit = of(most_, shared.driver, device);
+  std::lock_guard lock(mutex_);
+  std::uint64_t& claimed = claimed_[static_cast<std::size_t>(device)];
+  const std::uint64_t taken = used(shared, device) + claimed;
+  const std::uint64_t bytes = taken < limit ? std::min(most, (limit - taken) / unit * unit) : 0;
+  claimed += bytes;
+  return {*this, device, bytes};
+}
+
+void Limit::end(int device, std::uint64_t bytes) noexcept {
+  std::lock_guard lock(mutex_);
+  claimed_[static_cast<std::size_t>(device)] -= bytes;
+}
+
+}  // namespace cushion
