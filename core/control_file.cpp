@@ -164,7 +164,8 @@ ControlPage* ControlFile::create(std::string_view program, bool helper) noexcept
     }
     unlinkat(folder.get(), unfinished.c_str(), 0);
   }
-  log::info("no control page: {}", reason_of(error));
+  log::warn("no control page: {}", reason_of(error));
+  if (helper) log::complain(std::string("CUSHION_CTL=on: no control page can be made: ") + reason_of(error));
   return nullptr;
 } catch (...) {  // no host memory
   return nullptr;
@@ -219,6 +220,7 @@ PageSearch find_page(std::int64_t pid, const std::vector<std::string>& folders) 
   }
   if (!search.problems.empty()) return search;
   const std::string name = page_name(*key);
+  bool was_another = false;
   for (const std::string& place : folders) {
     const Descriptor folder(open_folder(place, false));
     if (folder.get() < 0 || faccessat(folder.get(), name.c_str(), F_OK, AT_SYMLINK_NOFOLLOW) != 0) continue;
@@ -228,12 +230,14 @@ PageSearch find_page(std::int64_t pid, const std::vector<std::string>& folders) 
       return search;
     }
     if (maps_page(pid, name)) return search;
-    search.pages.clear();  // the process was another program when it made it
+    search.pages.clear();
+    was_another = true;
   }
-  say(
-      fmt::format("process {} has no control page: it does not run under Cushion, or has not allocated device memory "
-                  "yet",
-                  pid));
+  say(was_another
+          ? fmt::format("process {} was another program when it made its control page, and has made none since", pid)
+          : fmt::format("process {} has no control page in {}: it does not run under Cushion, has not allocated "
+                        "device memory yet, or could make none there (CUSHION_LOG_LEVEL=warn tells)",
+                        pid, fmt::join(folders, " or ")));
   return search;
 }
 

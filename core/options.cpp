@@ -157,13 +157,14 @@ bool parse(std::string_view text, std::string_view range, Enumeration& out) noex
   return false;
 }
 
-// A share and a number of bytes cannot be compared before the device is known: only like is held to like.
+// A share and a number of bytes cannot be compared before the device is known: a share is held to shares.
 bool parse(std::string_view text, std::string_view range, Size& out) noexcept {
   const std::optional<Size> size = parse_size(text);
   const std::optional<Size> low = parse_size(ends_of(range).first);
   const std::optional<Size> high = parse_size(ends_of(range).second);
   if (!size || !low || (size->percent < 0 && size->bytes < low->bytes)) return false;
-  if (high && high->percent < 0 && size->percent < 0 && size->bytes > high->bytes) return false;
+  // A range that ends with bytes is no matter of the device's size.
+  if (high && high->percent < 0 && (size->percent >= 0 || size->bytes > high->bytes)) return false;
   out = *size;
   return true;
 }

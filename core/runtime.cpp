@@ -98,6 +98,7 @@ bool Runtime::start(const char* const* environment, const char* program, const L
   shared_.limit.set(read.options.limit);
   shared_.options = new Options(std::move(read.options));
 
+  log::open(options().log_level, expand_path(options().log_file, about->words));
   if (ControlPage* page = control_file_.create(about->name, options().ctl == CtlMode::on)) {
     page->word.store(shared_.own_page.word.load(std::memory_order_relaxed), std::memory_order_relaxed);
     shared_.page = page;
@@ -105,7 +106,6 @@ bool Runtime::start(const char* const* environment, const char* program, const L
   shared_.stacks.configure(options().stack_depth.value, options().python == PythonMode::automatic);
   begin_tracking();
 
-  log::open(options().log_level, expand_path(options().log_file, about->words));
   if (!options().report.empty()) {
     about->report = claim_file("REPORT", expand_path(options().report, about->words), about->pid, loaded.wall);
   }

@@ -1,5 +1,9 @@
 #include "core/suppressions.h"
 
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
@@ -10,6 +14,7 @@
 namespace cushion {
 namespace {
 
+constexpr off_t kMostBytes = off_t{16} << 20;
 constexpr const char* kBuiltIn[] = {"libcublas.so*",   "libcublasLt.so*", "libcudnn*.so*", "libcufft.so*",
                                     "libcusolver.so*", "libcusparse.so*", "libnccl.so*",   "libcurand.so*"};
 
@@ -21,8 +26,15 @@ std::string Suppressions::read(const std::string& file) {
   if (file == "none") return {};
   patterns_.assign(std::begin(kBuiltIn), std::end(kBuiltIn));
   if (file.empty()) return {};
-  std::FILE* const in = std::fopen(file.c_str(), "re");
-  if (in == nullptr) return reason_of(errno);
+  const int fd = ::open(file.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+  if (fd < 0) return reason_of(errno);
+  struct stat s {};
+  const bool readable = fstat(fd, &s) == 0 && S_ISREG(s.st_mode) && s.st_size <= kMostBytes;
+  std::FILE* const in = readable ? fdopen(fd, "r") : nullptr;
+  if (in == nullptr) {
+    ::close(fd);
+    return "it is no regular file of at most 16 MiB";
+  }
   const auto text = [](char* line) {
     std::string_view rest(line);
     rest = rest.substr(0, rest.find('#'));

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstring>
 #include <limits>
 
 #include "core/log.h"
@@ -30,6 +31,13 @@ bool make_parents(const std::string& path) {
     }
   }
   return true;
+}
+
+// A folder that is there, or a path that could only be one.
+bool names_folder(const char* path) {
+  struct stat s {};
+  const std::size_t length = std::strlen(path);
+  return (stat(path, &s) == 0 && S_ISDIR(s.st_mode)) || (length != 0 && path[length - 1] == '/');
 }
 
 // Whether another process has written the file while this one was running.
@@ -88,7 +96,7 @@ ClaimedFile claim_file(const char* option, std::string path, long pid, timespec 
     return file;
   }
   struct stat s {};
-  const bool folder = stat(path.c_str(), &s) == 0 && S_ISDIR(s.st_mode);
+  const bool folder = names_folder(path.c_str());
   errno = folder ? EISDIR : 0;
   int fd = !folder && make_parents(path) ? claim(path, partial_of(path), loaded) : -2;
   if (fd == -1) {
@@ -122,9 +130,8 @@ int open_claimed(const ClaimedFile& file) noexcept {
 
 int open_whole(const char* path, std::string& partial) {
   if (is_special_file(path)) return open_special(path);
-  struct stat s {};
   errno = 0;
-  if (stat(path, &s) == 0 && S_ISDIR(s.st_mode)) {
+  if (names_folder(path)) {
     errno = EISDIR;
     return -1;
   }

@@ -151,9 +151,14 @@ Answer ask(const OpenPage& page, RequestKind kind, const std::string& text, std:
       return {false, fmt::format("process {} has begun what was asked for, and has not ended it", key.pid)};
     if (Clock::now() >= deadline &&
         request.compare_exchange_strong(posted, at(RequestState::idle), std::memory_order_acq_rel)) {
+      const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(patience).count();
+      if (page->header.helper != 0)
+        return {false, fmt::format("process {} did not answer in {} s, though CUSHION_CTL=on: nothing was done. Is it "
+                                   "stopped?",
+                                   key.pid, seconds)};
       return {false, fmt::format("process {} made no allocation call in {} s: nothing was done. Started with "
                                  "CUSHION_CTL=on it would answer at once",
-                                 key.pid, std::chrono::duration_cast<std::chrono::seconds>(patience).count())};
+                                 key.pid, seconds)};
     }
     std::this_thread::sleep_for(kPause);
   }

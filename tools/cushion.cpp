@@ -8,8 +8,11 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cctype>
+#include <cerrno>
 #include <cstdio>
+#include <cstring>
 #include <iterator>
+#include <limits>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -184,7 +187,10 @@ int main_of(int argc, char** argv) {
   std::string argument;
   bool json = false;
   CLI::App* const ctl_command = app.add_subcommand("ctl", "Ask a process that runs under Cushion");
-  ctl_command->add_option("pid", pid, "The process")->required()->type_name("PID")->check(CLI::PositiveNumber);
+  ctl_command->add_option("pid", pid, "The process")
+      ->required()
+      ->type_name("PID")
+      ->check(CLI::Range(1, std::numeric_limits<int>::max()));
   ctl_command->require_subcommand(1);
   CLI::App* const ctl_show_command = ctl_command->add_subcommand("show", "Its figures");
   ctl_show_command->add_flag("--json", json, "As a line of JSON");
@@ -246,7 +252,10 @@ int main_of(int argc, char** argv) {
 
 int main(int argc, char** argv) {
   try {
-    return cushion::main_of(argc, argv);
+    const int status = cushion::main_of(argc, argv);
+    if (status != 0 || (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) || errno == EPIPE) return status;
+    std::fprintf(stderr, "cushion: stdout: %s\n", std::strerror(errno));
+    return 1;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "cushion: %s\n", error.what());
     return 1;

@@ -1170,6 +1170,11 @@ def leak_exit_code(setting):
     run = setting.cushioned([leak, library], CUSHION_SUPPRESSIONS=setting.scratch / "none there", **code)
     check(run.code == 23, f"{run}")
     one_line(run, "CUSHION_SUPPRESSIONS", "none there", "No such file")
+    os.mkfifo(setting.scratch / "pipe")
+    for endless in ("/dev/zero", setting.scratch / "pipe", setting.scratch):
+        run = setting.cushioned([leak, library], CUSHION_SUPPRESSIONS=endless, **code)
+        check(run.code == 23, f"{run}")
+        one_line(run, "CUSHION_SUPPRESSIONS", str(endless), "no regular file")
     one_line(setting.cushioned([leak], CUSHION_LEAK_EXIT_CODE="256"), "CUSHION_LEAK_EXIT_CODE=256", "0 to 255")
 
 
@@ -1314,7 +1319,8 @@ def overwritten_guards_are_told(setting):
     check(setting.cushioned([misuse, "guard"]).err == "", "off")
     frees = setting.cushioned([misuse, "frees"], CUSHION_GUARD="1")
     check(len(told(frees)) == 6, frees.err)
-    one_line(setting.cushioned([misuse, "none"], CUSHION_GUARD="2MiB"), "CUSHION_GUARD=2MiB", "0 to 1MiB")
+    for value in ("2MiB", "50%"):
+        one_line(setting.cushioned([misuse, "none"], CUSHION_GUARD=value), f"CUSHION_GUARD={value}", "0 to 1MiB")
 
 
 @case
@@ -1348,6 +1354,26 @@ def writes_after_free_are_told(setting):
     check(setting.cushioned([misuse, "late"]).err == "", "off")
     all_of_it = setting.compare([setting.program("leak"), "--all"], CUSHION_QUARANTINE="50%", EMU_MEMORY="512M")  # memory is short at last
     check(all_of_it.reports[0]["calls"]["quarantine_overwritten"] == 0, "nothing is wrong there")
+
+
+@case
+def answers_that_nobody_takes(setting):
+    """A full disk behind stdout is an error; a stopped process is no process without a helper."""
+    with Churn(setting, CUSHION_CTL="on") as program:
+        program.ask("allocate 1 5000000")
+        for words in (("ctl", program.pid, "show"), ("ctl", program.pid, "show", "--json"), ("top", "--once"),
+                      ("top", "--once", "--json"), ("options",)):
+            with open("/dev/full", "w") as full:
+                done = subprocess.run([setting.build / "cushion", *(str(word) for word in words)], env=program.env,
+                                      stdout=full, stderr=subprocess.PIPE, text=True)
+            check(done.returncode == 1 and "No space left" in done.stderr, f"{words}: {done}")
+        program.process.send_signal(signal.SIGSTOP)
+        check("did not answer in 5 s, though CUSHION_CTL=on" in program.fails("mark", "x"), "a stopped process")
+        program.process.send_signal(signal.SIGCONT)
+        program.quit()
+    for pid in ("0", "-3", "abc"):
+        result = program.cushion("ctl", pid, "show")
+        check(result.code == 2 and len(result.err) < 200 and "pid" in result.err, f"{result}")
 
 
 @case
@@ -1416,7 +1442,7 @@ def ctl_errors(setting):
         program.tell(f"exec {shutil.which('sleep')}")
         while (Path(f"/proc/{program.pid}/comm")).read_text() != "sleep\n":
             time.sleep(0.01)
-        check("has no control page" in program.fails("track", "on"), "after exec")
+        check("was another program" in program.fails("track", "on"), "after exec")
         check(program.cushion("top", "--once", "--json").out == "", "top shows what is gone")
         check(not list(program.control.iterdir()), "the stale page stays")
         plain.quit()

@@ -258,6 +258,7 @@ def files_that_are_no_reports(setting):
     refused(setting, setting.write("bench.json", {"benchmarks": []}), "/schema: no Cushion report")
     refused(setting, setting.scratch, "directory")
     refused(setting, setting.scratch / "missing.json", "No such file")
+    refused(setting, Path("/dev/zero"), "a device, not a report")
     err = refused(setting, setting.write("new.json", {**full(), "version": 2, "live": [{"other": "form"}]}),
                   "/version: a report of version 2; this cushion reads up to 1")
     check("/live" not in err, f"complains of what a newer version may hold: {err!r}")
@@ -488,9 +489,15 @@ def difference_of_two(setting):
 
 @case
 def output_that_cannot_be_written(setting):
-    for arguments in (["--html", "missing/page.html"], ["--format", "folded", "-o", "missing/out"]):
+    (setting.scratch / "file").touch()
+    for arguments in (["--html", "file/page.html"], ["--format", "folded", "-o", "file/out"]):
         _, err = setting.cushion(FULL, *arguments, code=1)
-        check("missing/" in err and "No such file" in err and err.count("\n") == 1, err)
+        check("file/" in err and "Not a directory" in err and err.count("\n") == 1, err)
+    mine = setting.write("mine.json", full())
+    for arguments in (["--html", mine], ["--format", "folded", "-o", mine]):
+        _, err = setting.cushion(mine, *arguments, code=2)
+        check("it is one of the reports" in err and err.count("\n") == 1, err)
+        check(json.loads(mine.read_text()) == full(), "the report was replaced")
     if os.path.exists("/dev/full"):
         _, err = setting.cushion(FULL, "--html", "/dev/full", code=1)
         check("No space left" in err, err)

@@ -187,7 +187,7 @@ TEST_F(Control, AProcessThatBecameAnotherProgramIsNotTheOldOne) {
   ::close(ready[0]);
   const fs::path stale = path_.parent_path() / page_name(key_of(child).value());
   EXPECT_TRUE(fs::exists(stale));
-  EXPECT_THAT(find_page(child).problems, ElementsAre(HasSubstr("has no control page")));
+  EXPECT_THAT(find_page(child).problems, ElementsAre(HasSubstr("was another program")));
   EXPECT_THAT(listed().pages, SizeIs(1));
   EXPECT_FALSE(fs::exists(stale));
   kill(child, SIGKILL);

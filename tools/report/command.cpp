@@ -7,8 +7,10 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <string_view>
 
+#include "core/whole_file.h"
 #include "tools/report/exports.h"
 #include "tools/report/page.h"
 #include "tools/report/report_file.h"
@@ -25,11 +27,11 @@ constexpr std::size_t kPageRows = 1000;
 
 // To `path`, or stdout if that is empty.
 int write(const std::string& path, std::string_view content) {
-  std::FILE* const file = path.empty() ? stdout : std::fopen(path.c_str(), "wbe");
-  int error = file == nullptr ? errno : 0;
-  if (file != nullptr) {
-    if (std::fwrite(content.data(), 1, content.size(), file) != content.size()) error = errno;
-    if ((file == stdout ? std::fflush(file) : std::fclose(file)) != 0 && error == 0) error = errno;
+  int error = 0;
+  if (!path.empty()) {
+    error = write_whole(path.c_str(), [&](Out& out) { out.raw(content); });
+  } else if (std::fwrite(content.data(), 1, content.size(), stdout) != content.size() || std::fflush(stdout) != 0) {
+    error = errno;
   }
   if (error == 0 || (path.empty() && error == EPIPE)) return 0;
   fmt::print(stderr, "cushion: {}: {}\n", path.empty() ? "stdout" : plain(path), std::strerror(error));
@@ -69,6 +71,14 @@ int show_reports(const ReportRequest& request) {
     }
   }
   if (bad) return kBadFile;
+  for (const std::string& output : {request.html, request.output}) {
+    std::error_code none;
+    for (const std::string& file : request.files) {
+      if (output.empty() || !std::filesystem::equivalent(output, file, none)) continue;
+      fmt::print(stderr, "cushion: {}: it is one of the reports, and would be replaced\n", plain(output));
+      return kBadFile;
+    }
+  }
   if (!request.raw) {
     Symbolizer symbolizer(request.debug_dirs);
     for (Report& report : reports) symbolizer.symbolize(report);

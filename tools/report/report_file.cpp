@@ -1,6 +1,8 @@
 #include "tools/report/report_file.h"
 
 #include <fmt/core.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -366,12 +368,20 @@ Report parse_report(std::string_view text, const std::string& file) {
 }
 
 std::string read_text(const std::string& file) {
+  constexpr std::size_t kMostBytes = std::size_t{1} << 30;
   const std::string shown(Printable<300>(file).view());
   const std::unique_ptr<std::FILE, int (*)(std::FILE*)> stream(std::fopen(file.c_str(), "rbe"), &std::fclose);
   if (!stream) throw ReportError(fmt::format("{}: {}", shown, std::strerror(errno)));
+  struct stat s {};
+  if (fstat(fileno(stream.get()), &s) == 0 && (S_ISCHR(s.st_mode) || S_ISBLK(s.st_mode)) &&
+      isatty(fileno(stream.get())) == 0)
+    throw ReportError(fmt::format("{}: a device, not a report", shown));
   std::string text;
   char part[1 << 16];
-  for (std::size_t got = 0; (got = std::fread(part, 1, sizeof part, stream.get())) > 0;) text.append(part, got);
+  for (std::size_t got = 0; (got = std::fread(part, 1, sizeof part, stream.get())) > 0;) {
+    if (text.size() > kMostBytes) throw ReportError(fmt::format("{}: no report is larger than 1 GiB", shown));
+    text.append(part, got);
+  }
   if (std::ferror(stream.get()) != 0) throw ReportError(fmt::format("{}: {}", shown, std::strerror(errno)));
   return text;
 }

@@ -3,6 +3,7 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "tools/report/words.h"
@@ -78,9 +79,15 @@ bool are_estimates(std::span<const Report> reports) {
 }
 
 std::string estimates_text(const std::vector<SeenStack>& stacks) {
-  std::uint64_t interval = 0;
-  for (const SeenStack& stack : stacks) interval = std::max(interval, stack.use.interval);
-  return interval == 0 ? std::string() : fmt::format(" (estimates: sampled every {})", bytes_text(interval));
+  std::uint64_t most = 0;
+  std::uint64_t least = std::numeric_limits<std::uint64_t>::max();
+  for (const SeenStack& stack : stacks) {
+    most = std::max(most, stack.use.interval);
+    least = std::min(least, stack.use.interval);
+  }
+  if (most == 0) return {};
+  if (least == most) return fmt::format(" (estimates: sampled every {})", bytes_text(most));
+  return fmt::format(" (estimates: sampled at several rates, every {} at most)", bytes_text(most));
 }
 
 bool leaks_tell_stacks(const std::vector<Report>& reports) {
