@@ -777,18 +777,18 @@ void Context::give_to_arena(const Found& freed, LaneRef by, std::uint64_t stamp,
   if (given != Magazine::Given::unwanted && is_host && stamp != 0) poll(stamp);
 }
 
-CUresult Context::free(const Found& found) noexcept try {
+CUresult Context::free(const Found& found, bool exported) noexcept try {
   Block* block = found.block;
   const std::uint64_t address = found.address;
   if (!block->change(address, BlockState::live, BlockState::freeing)) return wrong_free(shared_, address, "cuMemFree");
   const bool fenced = context_fences();
   // Natively cudaFree of a stream-ordered block does not wait. Deferred frees need context fences to come back.
   const bool waits = block->api != Api::malloc_async;
-  if (broken() == CUDA_SUCCESS && fenced && (!waits || options().free == FreeMode::deferred)) {
+  if (broken() == CUDA_SUCCESS && fenced && (!waits || (options().free == FreeMode::deferred && !exported))) {
     give(found, nullptr, mutated(Mutation::deferred_free_is_clean));
     return CUDA_SUCCESS;
   }
-  if (options().free == FreeMode::automatic && waits && owes_wait()) {
+  if (options().free == FreeMode::automatic && waits && !exported && owes_wait()) {
     count(shared_.counters.free_waits_owed);
     give(found, nullptr, true);
     return CUDA_SUCCESS;

@@ -78,7 +78,8 @@ class Context {
     const std::uint64_t generation = arena->generation();
     return {segment.block_at(address), address, arena, generation};
   }
-  CUresult free(const Found& found) noexcept;  // cudaFree
+  // cudaFree. Of an exported block it waits in every mode (contract §5).
+  CUresult free(const Found& found, bool exported = false) noexcept;
   CUresult free_async(const Found& found, const StreamIdentity& stream, Context& stream_context) noexcept;
   // The answer to a free of what is no live block's start: counted, and told where the program is watched (misuse.h).
   [[gnu::noinline]] static CUresult wrong_free(Shared& shared, std::uint64_t address, const char* call) noexcept;

@@ -35,6 +35,7 @@ inline constexpr int kApis = sizeof(kApiNames) / sizeof(kApiNames[0]);
   CUSHION_COUNTER(guards_skipped, "guards_skipped", "frees whose guard could not be looked at (GUARD)")                \
   CUSHION_COUNTER(quarantine_overwritten, "quarantine_overwritten", "blocks written to after their free (QUARANTINE)") \
   CUSHION_COUNTER(quarantine_skipped, "quarantine_skipped", "held blocks that could not be looked at (QUARANTINE)")    \
+  CUSHION_COUNTER(ipc_exported, "ipc_exported", "IPC handles given for the pool's blocks")                             \
   CUSHION_COUNTER(ipc_refused, "ipc_refused", "IPC handles refused for the pool's blocks")
 
 // Requests by size: class i holds those of i significant bits, so from 2^(i-1) bytes to below 2^i.

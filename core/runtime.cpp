@@ -444,7 +444,7 @@ std::optional<Runtime::NativeBlock> Runtime::native_block(CUdeviceptr address, C
       const auto found = foreign_->find(base);
       if (found == foreign_->end() || found->second.base != range_start) continue;
       if (address - base >= found->second.size) break;
-      return NativeBlock{found->second.context, base, found->second.size};
+      return NativeBlock{found->second.context, base, found->second.size, found->second.api};
     }
     return std::nullopt;
   }
@@ -453,7 +453,7 @@ std::optional<Runtime::NativeBlock> Runtime::native_block(CUdeviceptr address, C
   if (shared_.map.find(address) != segment) return std::nullopt;  // a superblock's that came or went
   const Block* block = segment->last_before(address);
   if (block == nullptr || !Pool::in_use(*block) || address - block->address() >= block->size) return std::nullopt;
-  return NativeBlock{arena.context().handle(), block->address(), block->live.requested};
+  return NativeBlock{arena.context().handle(), block->address(), block->live.requested, block->api};
 }
 
 std::optional<CUresult> Runtime::free(CUdeviceptr address) noexcept {
@@ -464,8 +464,9 @@ std::optional<CUresult> Runtime::free(CUdeviceptr address) noexcept {
     return answer ? answer : free_stream_ordered(address);
   }
   const Context::Found found = Context::find(*segment, address);
-  return found.block == nullptr ? Context::wrong_free(shared_, address, "cuMemFree")
-                                : found.arena->context().free(found);
+  if (found.block == nullptr) return Context::wrong_free(shared_, address, "cuMemFree");
+  const bool exported = shared_.ipc.any() && shared_.ipc.withdraw(address);
+  return found.arena->context().free(found, exported);
 }
 
 std::optional<CUresult> Runtime::free_async(CUdeviceptr address, CUstream stream) noexcept {
@@ -477,6 +478,7 @@ std::optional<CUresult> Runtime::free_async(CUdeviceptr address, CUstream stream
   }
   const Context::Found found = Context::find(*segment, address);
   if (found.block == nullptr) return Context::wrong_free(shared_, address, "cuMemFreeAsync");
+  if (shared_.ipc.any()) shared_.ipc.withdraw(address);
   if (shared_.gate.may_be_open()) {
     bool capturing = false;
     if (const CUresult result = shared_.gate.ask(shared_.driver, stream, capturing); result != CUDA_SUCCESS)

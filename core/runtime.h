@@ -81,6 +81,7 @@ class Runtime {
     CUcontext context;
     CUdeviceptr base;
     std::size_t bytes;  // as requested
+    Api api;            // that it was allocated by
   };
   std::optional<NativeBlock> native_block(CUdeviceptr address, CUdeviceptr range_start) noexcept;
 

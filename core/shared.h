@@ -9,6 +9,7 @@
 #include "core/control_page.h"
 #include "core/counters.h"
 #include "core/driver.h"
+#include "core/ipc.h"
 #include "core/limit.h"
 #include "core/misuse.h"
 #include "core/options.h"
@@ -43,6 +44,7 @@ struct Shared {
   Stacks stacks;
   Misuse misuse;
   Limit limit;
+  Ipc ipc;
   const Options* options = nullptr;  // set once, before the first context
   // Whether wrong frees are told.
   bool tells_misuse() const noexcept { return tracks() || options->watches(); }

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "core/format.h"
 #include "core/log.h"
 #include "core/thread.h"
 #include "shim/hooks.h"
@@ -310,40 +311,85 @@ CUresult launch(CUstream stream, const Real<Fn>& real, Args... args) noexcept {
   return with_room(real, args...);
 }
 
-void refuse_ipc() noexcept {
+// One line for the first handle that cannot be given or opened.
+void complain_of_handle(const char* call, CUresult answer, const char* why) noexcept {
   static constinit std::atomic<bool> told{false};
-  count(shared().counters.ipc_refused);
-  if (!told.exchange(true)) {
-    log::complain(
-        "cuIpcGetMemHandle answers CUDA_ERROR_NOT_SUPPORTED for blocks of the pool (it would name the whole segment); "
-        "run with CUSHION_ALLOCATOR=cuda to share memory between processes");
-  }
+  if (told.exchange(true)) return;
+  char line[240];
+  log::complain(format_into(line, "{} answers error {}: {}; CUSHION_ALLOCATOR=cuda shares memory natively", call,
+                            static_cast<int>(answer), why));
 }
 
 std::optional<Runtime::NativeBlock> native_block(CUdeviceptr address) noexcept {
+  if (const std::optional<Ipc::Opened> other = shared().ipc.opened_at(address))
+    return Runtime::NativeBlock{nullptr, other->block, other->bytes, Api::malloc};
   CUdeviceptr start = 0;
   if (real_cuPointerGetAttribute(&start, CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, address) != CUDA_SUCCESS)
     return std::nullopt;
   return runtime().native_block(address, start);
 }
 
-// What the driver has answered of a block of the pool, and natively would not. Such blocks cannot be exported by legacy
-// IPC, where natively this attribute is 1 for cudaMalloc: clearing the first byte of a true makes it false whatever its
-// width.
+// cuIpcGetMemHandle of a block of the pool: a ticket (core/ipc.h).
+CUresult export_block(CUipcMemHandle* handle, CUdeviceptr address) noexcept {
+  const std::optional<Runtime::NativeBlock> block = native_block(address);
+  if (!block || block->api == Api::malloc_async) return CUDA_ERROR_INVALID_VALUE;  // as natively
+  Ipc::Place place{};
+  CUdeviceptr segment = 0;
+  CUresult result = real_cuIpcGetMemHandle(&place.segment, block->base);
+  if (result == CUDA_SUCCESS) result = real_cuMemGetAddressRange_v2(&segment, nullptr, block->base);
+  const char* why = "the driver exports no memory of CUSHION_BACKING=vmm";
+  if (result == CUDA_SUCCESS) {
+    place.offset = block->base - segment;
+    place.bytes = block->bytes;
+    if (const std::optional<CUipcMemHandle> ticket = shared().ipc.issue(block->base, place, why)) {
+      *handle = *ticket;
+      count(shared().counters.ipc_exported);
+      return CUDA_SUCCESS;
+    }
+    result = CUDA_ERROR_NOT_SUPPORTED;
+  }
+  count(shared().counters.ipc_refused);
+  complain_of_handle("cuIpcGetMemHandle", result, why);
+  return result;
+}
+
+template <class Fn>
+CUresult open_handle(CUdeviceptr* out, const CUipcMemHandle& handle, unsigned flags, const Real<Fn>& real) noexcept {
+  ends_order("cuIpcOpenMemHandle");
+  if (out == nullptr || !Ipc::is_ticket(handle)) return with_room(real, out, handle, flags);
+  const char* why = "";
+  const std::optional<Ipc::Place> place = Ipc::redeem(handle, why);
+  if (!place) {
+    complain_of_handle("cuIpcOpenMemHandle", CUDA_ERROR_INVALID_HANDLE, why);
+    return CUDA_ERROR_INVALID_HANDLE;
+  }
+  CUdeviceptr segment = 0;
+  const CUresult result = with_room(real, &segment, place->segment, flags);
+  if (result != CUDA_SUCCESS) return result;
+  const CUdeviceptr block = shared().ipc.opened(segment, *place);
+  if (block == 0) {
+    real_cuIpcCloseMemHandle(segment);
+    return CUDA_ERROR_OUT_OF_MEMORY;
+  }
+  *out = block;
+  return CUDA_SUCCESS;
+}
+
+// What the driver has answered of a block of the pool, or of one that a ticket opened, and natively would not.
 void correct(CUpointer_attribute attribute, void* data, CUdeviceptr address) noexcept {
   if (attribute == CU_POINTER_ATTRIBUTE_P2P_TOKENS) ends_order("a token for another device");
   if (data == nullptr) return;
-  if (attribute == CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE && runtime().owns(address))
-    *static_cast<unsigned char*>(data) = 0;
   const bool lacks_context = attribute == CU_POINTER_ATTRIBUTE_CONTEXT && *static_cast<CUcontext*>(data) == nullptr;
   if (!lacks_context && attribute != CU_POINTER_ATTRIBUTE_RANGE_START_ADDR &&
-      attribute != CU_POINTER_ATTRIBUTE_RANGE_SIZE)
+      attribute != CU_POINTER_ATTRIBUTE_RANGE_SIZE && attribute != CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE)
     return;
   const auto block = native_block(address);
   if (!block) return;
   if (lacks_context) *static_cast<CUcontext*>(data) = block->context;
   if (attribute == CU_POINTER_ATTRIBUTE_RANGE_START_ADDR) *static_cast<CUdeviceptr*>(data) = block->base;
   if (attribute == CU_POINTER_ATTRIBUTE_RANGE_SIZE) *static_cast<std::size_t*>(data) = block->bytes;
+  if (attribute == CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE && block->api == Api::malloc_async)
+    *static_cast<unsigned char*>(data) = 0;  // makes a true false whatever its width
 }
 
 }  // namespace
@@ -533,8 +579,6 @@ CUSHION_WITH_ROOM(cuLibraryGetModule, (CUmodule * a, CUlibrary b), a, b)
 CUSHION_WITH_ROOM(cuKernelGetFunction, (CUfunction * a, CUkernel b), a, b)
 CUSHION_WITH_ROOM(cuFuncLoad, (CUfunction a), a)
 CUSHION_WITH_ROOM(cuCtxSetLimit, (CUlimit a, std::size_t b), a, b)
-CUSHION_ENDS_ORDER(cuIpcOpenMemHandle, (CUdeviceptr * a, CUipcMemHandle b, unsigned c), a, b, c)
-CUSHION_ENDS_ORDER(cuIpcOpenMemHandle_v2, (CUdeviceptr * a, CUipcMemHandle b, unsigned c), a, b, c)
 CUresult hook_cuDevicePrimaryCtxRetain(CUcontext* out, CUdevice device) noexcept {
   if (!in_forked_child()) shared().order.device_comes(shared().driver, device);
   return with_room(real_cuDevicePrimaryCtxRetain, out, device);
@@ -776,9 +820,21 @@ CUresult hook_cuDeviceSetMemPool(CUdevice device, CUmemoryPool pool) noexcept {
 }
 CUresult hook_cuIpcGetMemHandle(CUipcMemHandle* handle, CUdeviceptr address) noexcept {
   ends_order("cuIpcGetMemHandle");
-  if (!runtime().owns(address)) return real_cuIpcGetMemHandle(handle, address);
-  refuse_ipc();
-  return CUDA_ERROR_NOT_SUPPORTED;
+  return handle != nullptr && runtime().owns(address) ? export_block(handle, address)
+                                                      : real_cuIpcGetMemHandle(handle, address);
+}
+CUresult hook_cuIpcOpenMemHandle(CUdeviceptr* out, CUipcMemHandle handle, unsigned flags) noexcept {
+  return open_handle(out, handle, flags, real_cuIpcOpenMemHandle);
+}
+CUresult hook_cuIpcOpenMemHandle_v2(CUdeviceptr* out, CUipcMemHandle handle, unsigned flags) noexcept {
+  return open_handle(out, handle, flags, real_cuIpcOpenMemHandle_v2);
+}
+CUresult hook_cuIpcCloseMemHandle(CUdeviceptr address) noexcept {
+  const std::optional<Ipc::Opened> ours = shared().ipc.opened_at(address);
+  const bool is_block = ours && ours->block == address;
+  const CUresult result = real_cuIpcCloseMemHandle(is_block ? ours->segment : address);
+  if (result == CUDA_SUCCESS && is_block) shared().ipc.closed(address);
+  return result;
 }
 CUresult hook_cuMemGetAddressRange_v2(CUdeviceptr* base, std::size_t* bytes, CUdeviceptr address) noexcept {
   const CUresult result = real_cuMemGetAddressRange_v2(base, bytes, address);

@@ -13,6 +13,7 @@
 #include <gtest/gtest.h>
 #include <sys/types.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -89,6 +90,10 @@ struct Scenario {
 #define SCENARIO_WITHOUT_CONTEXT(name) CONTRACT_SCENARIO(name, false)  // nothing of CUDA has run yet
 void use_primary_context();                                            // … until this call
 bool expectations_failed();                                            // so far, in this scenario
+
+inline bool all_are(const std::vector<std::uint8_t>& bytes, std::uint8_t value) {
+  return bytes == std::vector<std::uint8_t>(bytes.size(), value);
+}
 
 struct Outcome {
   pid_t pid = 0;

@@ -404,26 +404,99 @@ TEST_F(Process, ASpawnedChildIsSilentUntilItAllocates) {
 
 // --- Other processes' memory -----------------------------------------------------------------------------------
 
-TEST_F(Process, AnIpcHandleIsTheBlocksOwnOrAnError) {
-  const CUdeviceptr first = allocate(MiB), second = allocate(MiB);
+// Memory of another process: opened by the handle in IPC_HANDLE, whose block holds IPC_EXPECT; answers and writes the
+// next value. Twice at once, as programs do that open each tensor.
+SCENARIO(opens_a_handle) {
   CUipcMemHandle handle{};
-  for (const CUdeviceptr p : {first, second}) {
-    const CUresult result = driver().IpcGetMemHandle(&handle, p);
-    if (under_cushion()) {
-      EXPECT_NE(result, CUDA_SUCCESS) << "the segment's handle would be somebody else's memory";
-    } else {
-      EXPECT_EQ(result, CUDA_SUCCESS);
+  const char* const text = std::getenv("IPC_HANDLE");
+  for (std::size_t i = 0; i < sizeof handle.reserved; ++i) {
+    unsigned byte = 0;
+    std::sscanf(text + 2 * i, "%2x", &byte);
+    handle.reserved[i] = static_cast<char>(byte);
+  }
+  const auto expected = static_cast<unsigned char>(std::atoi(std::getenv("IPC_EXPECT")));
+  CUdeviceptr p = 0, again = 0, base = 0;
+  std::size_t size = 0;
+  const CUresult result = driver().IpcOpenMemHandle(&p, handle, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
+  if (result != CUDA_SUCCESS) std::exit(77);
+  CHECK_CU(CUDA_SUCCESS, driver().IpcOpenMemHandle(&again, handle, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS));
+  EXPECT_EQ(p, again);
+  CHECK_CU(CUDA_SUCCESS, driver().MemGetAddressRange(&base, &size, p + 5));
+  EXPECT_EQ(base, p);
+  EXPECT_EQ(size, 3 * MiB + 5);
+  std::vector<unsigned char> bytes(size);
+  CHECK_CU(CUDA_SUCCESS, driver().MemcpyDtoH(bytes.data(), p, bytes.size()));
+  EXPECT_TRUE(all_are(bytes, expected));
+  CHECK_CU(CUDA_SUCCESS, driver().MemsetD8(p, static_cast<unsigned char>(expected + 1), bytes.size()));
+  CHECK_CU(CUDA_SUCCESS, driver().CtxSynchronize());
+  CHECK_CU(CUDA_ERROR_INVALID_VALUE, driver().MemFree(p));
+  CHECK_CU(CUDA_SUCCESS, driver().IpcCloseMemHandle(p));
+  CHECK_CU(CUDA_SUCCESS, driver().IpcCloseMemHandle(again));
+  EXPECT_NE(driver().IpcCloseMemHandle(p), CUDA_SUCCESS);
+}
+
+std::string hexadecimal(const CUipcMemHandle& handle) {
+  std::string text;
+  char digits[3];
+  for (const char byte : handle.reserved) {
+    std::snprintf(digits, sizeof digits, "%02x", static_cast<unsigned char>(byte));
+    text += digits;
+  }
+  return text;
+}
+
+bool shares_memory() {
+  const char* const backing = std::getenv("CUSHION_BACKING");
+  const char* const allocator = std::getenv("CUSHION_ALLOCATOR");
+  return !under_cushion() || ((backing == nullptr || std::string_view(backing) != "vmm") &&
+                              (allocator == nullptr || std::string_view(allocator) != "async"));
+}
+
+// The block between two others of the same segment, opened by a process that is served, and by one that is not: the
+// block's own bytes, or an error.
+TEST_F(Process, AnIpcHandleOpensTheBlockOrNothing) {
+  const std::size_t size = 3 * MiB + 5;
+  const CUdeviceptr blocks[] = {allocate(size), allocate(size), allocate(size)};
+  unsigned char value = 10;
+  for (const CUdeviceptr p : blocks) CHECK_CU(CUDA_SUCCESS, driver().MemsetD8(p, value++, size));
+  CHECK_CU(CUDA_SUCCESS, driver().CtxSynchronize());
+  CUipcMemHandle handle{}, same{}, other{};
+  if (!shares_memory()) {
+    EXPECT_NE(driver().IpcGetMemHandle(&handle, blocks[1]), CUDA_SUCCESS);
+  } else {
+    CHECK_CU(CUDA_SUCCESS, driver().IpcGetMemHandle(&handle, blocks[1]));
+    CHECK_CU(CUDA_SUCCESS, driver().IpcGetMemHandle(&same, blocks[1] + 4096));
+    CHECK_CU(CUDA_SUCCESS, driver().IpcGetMemHandle(&other, blocks[2]));
+    EXPECT_EQ(hexadecimal(handle), hexadecimal(same));
+    EXPECT_NE(hexadecimal(handle), hexadecimal(other));
+    CUdeviceptr mine = 0;
+    EXPECT_NE(driver().IpcOpenMemHandle(&mine, handle, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS), CUDA_SUCCESS) << "my own";
+    EXPECT_SCENARIO("opens_a_handle", {"IPC_HANDLE=" + hexadecimal(handle), "IPC_EXPECT=11"});
+    constexpr unsigned char kNow[] = {10, 12, 12};
+    for (std::size_t i = 0; i < std::size(blocks); ++i) {
+      std::vector<unsigned char> bytes(size);
+      CHECK_CU(CUDA_SUCCESS, driver().MemcpyDtoH(bytes.data(), blocks[i], size));
+      EXPECT_TRUE(all_are(bytes, kNow[i])) << i;
+    }
+    if (under_cushion() && pooled()) {
+      const Outcome unserved =
+          run_scenario("opens_a_handle", {"IPC_HANDLE=" + hexadecimal(handle), "IPC_EXPECT=12", "CUSHION_DISABLE=1"});
+      EXPECT_TRUE(unserved.exited(77)) << unserved;
     }
   }
-  CHECK_CU(CUDA_SUCCESS, driver().MemFree(first));
-  CHECK_CU(CUDA_SUCCESS, driver().MemFree(second));
+  for (const CUdeviceptr p : blocks) CHECK_CU(CUDA_SUCCESS, driver().MemFree(p));
+  if (under_cushion() && shares_memory() && pooled()) {
+    const Outcome freed = run_scenario("opens_a_handle", {"IPC_HANDLE=" + hexadecimal(handle), "IPC_EXPECT=12"});
+    EXPECT_TRUE(freed.exited(77)) << freed;
+    EXPECT_NE(freed.err.find("its block was freed"), std::string::npos) << freed;
+  }
 }
 
 TEST_F(Process, TheIpcCapableAttribute) {
   const Stream stream;
   const CUdeviceptr sync = allocate(MiB), async = allocate_async(MiB, stream);
   for (const auto& [p, native] : {std::pair{sync, 1}, std::pair{async, 0}}) {
-    const int expected = under_cushion() ? 0 : native;
+    const int expected = shares_memory() ? native : 0;
     int one = -1;
     CHECK_CU(CUDA_SUCCESS, driver().PointerGetAttribute(&one, CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, p));
     EXPECT_EQ(one, expected);

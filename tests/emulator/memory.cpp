@@ -184,10 +184,12 @@ bool FreeRanges::Whole(Range range) const {
 Device::Device(CUdevice number, std::size_t capacity) : ordinal(number), total(capacity) {
   // Addresses are cheap: room for four times the memory, so that fragmentation does not end a long test.
   const std::size_t addresses = RoundUp(std::max(capacity * 4, std::size_t{1} << 34), kPage) + kPage;
-  void* const reserved = mmap(nullptr, addresses, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  file_ = memfd_create("emulated-device", MFD_CLOEXEC);
+  Require(file_ >= 0 && ftruncate(file_, static_cast<off_t>(addresses)) == 0, CUDA_ERROR_OUT_OF_MEMORY);
+  void* const reserved = mmap(nullptr, addresses, PROT_NONE, MAP_SHARED | MAP_NORESERVE, file_, 0);
   Require(reserved != MAP_FAILED, CUDA_ERROR_OUT_OF_MEMORY);
-  const std::uintptr_t first = RoundUp(AddressOf(reserved), kPage);
-  pages_.Give({first, addresses - kPage});
+  first_ = AddressOf(reserved);
+  pages_.Give({RoundUp(first_, kPage), addresses - kPage});
 }
 
 bool Device::Reserve(std::size_t bytes) {
@@ -209,7 +211,7 @@ std::optional<Range> Device::TakePages(std::size_t bytes) {
 }
 
 void Device::GivePages(Range range) {
-  madvise(PointerTo(range.base), range.size, MADV_DONTNEED);
+  madvise(PointerTo(range.base), range.size, MADV_REMOVE);
   mprotect(PointerTo(range.base), range.size, PROT_NONE);
   pages_.Give(range);
   used -= range.size;
@@ -293,6 +295,7 @@ void Release(const BlockPtr& block) {
       break;
     case Block::Kind::kRegistered:
     case Block::Kind::kMapped:
+    case Block::Kind::kImported:
       break;
   }
 }

@@ -40,6 +40,10 @@ struct Device {
   std::optional<Range> Take(std::size_t bytes);
   void Give(Range range);
 
+  // Where an address of the device's lies in its file, which other processes can map.
+  int file() const { return file_; }
+  std::size_t PlaceOf(std::uintptr_t address) const { return address - first_; }
+
   // Physical memory without an address (virtual memory management).
   bool Reserve(std::size_t bytes);
 
@@ -55,6 +59,8 @@ struct Device {
   CUmemoryPool current_pool = nullptr;
 
  private:
+  int file_ = -1;
+  std::uintptr_t first_ = 0;
   std::optional<Range> TakePages(std::size_t bytes);
   void GivePages(Range range);
 
@@ -63,7 +69,7 @@ struct Device {
 };
 
 struct Block {
-  enum class Kind { kDevice, kPool, kGraph, kManaged, kHost, kRegistered, kMapped };
+  enum class Kind { kDevice, kPool, kGraph, kManaged, kHost, kRegistered, kMapped, kImported };
 
   Kind kind = Kind::kDevice;
   std::uintptr_t base = 0;
