@@ -154,7 +154,7 @@ void attributes() {
                 found.devicePointer == static_cast<char*>(block) + 100, found.hostPointer != nullptr);
     MUST(cudaFree(block));
   }
-  // Until IPC handles of suballocated memory are translated they are refused.
+  // The driver exports no mapped memory.
   MUST(cudaMalloc(&block, 3000));
   cudaIpcMemHandle_t handle;
   std::printf("DIFF-OK cudaIpcGetMemHandle: %d\n", cudaIpcGetMemHandle(&handle, block));
