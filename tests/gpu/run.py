@@ -93,7 +93,6 @@ def programs(build):
     yield python("torch_uncached", "torch_program.py", deferred=True, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     yield python("torch_async", "torch_program.py", PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync")
     yield python("torch_ipc", "torch_ipc.py", mapped=False)
-    yield python("torch_ipc_uncached", "torch_ipc.py", mapped=False, deferred=True, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     yield python("cupy", "cupy_program.py")
     yield python("cupy_no_pool", "cupy_program.py", "--no-pool", deferred=True)
     yield python("cupy_async_pool", "cupy_program.py", "--async-pool")

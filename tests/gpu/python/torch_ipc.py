@@ -1,5 +1,5 @@
 """Tensors that another process opens (torch.multiprocessing, by CUDA IPC): what it reads, and what it writes is seen
-here. Each tensor lies between others of the same size; with PYTORCH_NO_CUDA_MEMORY_CACHING=1 each is an allocation."""
+here. Each tensor lies between others of the same size. (Natively PyTorch shares none without its caching allocator.)"""
 
 import sys
 
