@@ -29,7 +29,7 @@ constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t power) noexc
 
 // What was noted of an allocation when it was made (track.h); zeros: nothing.
 struct Note {
-  std::uint64_t time = 0;  // on the monotonic clock, ns; without a stack up to 10 ms early
+  std::uint64_t time = 0;  // on the monotonic clock, ns; without a stack up to 10 ms early; grows within a thread
   std::uint32_t thread = 0;
   std::uint32_t stack = 0;  // its id (stacks.h)
 };

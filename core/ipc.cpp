@@ -10,6 +10,7 @@
 #include <iterator>
 
 #include "core/format.h"
+#include "core/output.h"
 #include "core/process_key.h"
 
 namespace cushion {
@@ -34,7 +35,7 @@ bool Ipc::open_records(const char*& why) noexcept {
   const int file = memfd_create("cushion-ipc", MFD_CLOEXEC);
   if (file < 0) return false;
   constexpr std::size_t kBytes = kMost * sizeof(Record);
-  void* const at = ftruncate(file, static_cast<off_t>(kBytes)) == 0
+  void* const at = reserve(file, static_cast<off_t>(kBytes)) == 0
                        ? mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0)
                        : MAP_FAILED;
   if (at == MAP_FAILED) {
@@ -60,7 +61,7 @@ std::optional<CUipcMemHandle> Ipc::issue(CUdeviceptr block, const Place& place, 
     std::uint32_t slot = 0;
     while (slot < kMost && records_[slot].token[0] != 0) ++slot;
     if (slot == kMost) {
-      why = "16384 blocks are exported already";
+      why = "4096 blocks are exported already";
       return std::nullopt;
     }
     found = slots_->emplace(block, slot).first;

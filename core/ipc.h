@@ -35,7 +35,7 @@ namespace cushion {
 class Ipc {
  public:
   constexpr Ipc() = default;
-  static constexpr std::uint32_t kMost = 16384;  // blocks exported at a time
+  static constexpr std::uint32_t kMost = 4096;  // blocks exported at a time
 
   struct Place {             // of a block
     CUipcMemHandle segment;  // the driver's

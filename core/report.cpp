@@ -185,6 +185,8 @@ class Writer {
         out_.print(", \"{}\": {{\"current\": {}, \"peak\": {}}}", DeviceBytes::kKeys[i], bytes.current[i],
                    bytes.peak[i]);
       }
+      if (const char* uuid = shared_.uuids[static_cast<std::size_t>(d)].data(); *uuid != 0)
+        out_.print(", \"uuid\": \"{}\"", uuid);
       if (const Vmm* vmm = backing_of(d))
         out_.print(", \"backing\": {{\"kind\": \"{}\", \"reason\": \"{}\"}}", vmm->on() ? "vmm" : "driver", vmm->why());
       const Pool::Fragments fragments = fragments_of(d);
@@ -231,7 +233,7 @@ class Writer {
         out_.quoted(g.suppressed);
       }
       if (g.oldest != 0) {
-        out_.print(", \"oldest_age_s\": {:.6f}}}", age(g.oldest));
+        out_.print(", \"oldest_age_s\": {:.9f}}}", age(g.oldest));
       } else {
         out_.raw(", \"oldest_age_s\": null}");
       }

@@ -190,11 +190,28 @@ bool Runtime::make_context(CUcontext handle, Context*& out) noexcept try {
   if (out->vmm().on()) end_order("CUSHION_BACKING=vmm");  // what is clean may be unmapped, though its wait is owed
   if (total > shared_.largest_device.load(std::memory_order_relaxed))
     shared_.largest_device.store(total, std::memory_order_relaxed);
+  name_device(device);
   shared_.contexts[static_cast<std::size_t>(n)].store(out, std::memory_order_relaxed);
   shared_.context_count.store(n + 1, std::memory_order_release);
   return true;
 } catch (...) {
   return false;
+}
+
+void Runtime::name_device(CUdevice device) noexcept {
+  auto& text = shared_.uuids[index_of(device)];
+  CUuuid uuid{};
+  const Driver& driver = shared_.driver;
+  if (text[0] != 0 || driver.cuDeviceGetUuid_v2 == nullptr ||
+      driver.call(driver.cuDeviceGetUuid_v2, &uuid, device) != CUDA_SUCCESS)
+    return;
+  char* to = text.data();
+  for (int i = 0; i < 16; ++i) {
+    if (i == 4 || i == 6 || i == 8 || i == 10) *to++ = '-';
+    const auto byte = static_cast<unsigned char>(uuid.bytes[i]);
+    *to++ = "0123456789abcdef"[byte >> 4];
+    *to++ = "0123456789abcdef"[byte & 15];
+  }
 }
 
 // What is known against FREE=auto once a context is there.
@@ -335,7 +352,9 @@ Note Runtime::note_now(std::uint64_t bytes) noexcept {
   const Tracking tracking = shared_.page->tracking();
   if (tracking.level == TrackLevel::stacks) note.stack = shared_.stacks.take(0);
   if (tracking.level == TrackLevel::sampled) note.stack = shared_.stacks.sample(bytes, tracking.interval);
-  note.time = note.stack != 0 ? monotonic_ns() : coarse_ns();  // where that costs little, blocks have exact lifetimes
+  // Where that costs little, blocks have exact lifetimes. A thread's times grow by 1 ns at least: they say the order.
+  static constinit thread_local std::uint64_t t_last = 0;
+  note.time = t_last = std::max(note.stack != 0 ? monotonic_ns() : coarse_ns(), t_last + 1);
   if (timeline_.due(note.time)) [[unlikely]]
     add_to_timeline(note.time);
   return note;

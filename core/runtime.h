@@ -210,6 +210,7 @@ class Runtime {
   Context* current_context() noexcept;
   bool make_context(CUcontext handle, Context*& out) noexcept;
   void look_at_order(CUdevice device, bool another) noexcept;
+  void name_device(CUdevice device) noexcept;  // with contexts_mutex_ held
   // The driver's error for a bad stream; success and a null context for a stream of a context that is not served.
   // `identity` is this thread's, good until it identifies another stream.
   CUresult identify(CUstream stream, const StreamIdentity*& identity, Context*& context) noexcept;

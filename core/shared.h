@@ -53,6 +53,9 @@ struct Shared {
   // acquire on the count shows the entries below it.
   std::array<std::atomic<Context*>, kContexts> contexts{};
   std::atomic<int> context_count{0};
+  // Of each device that has a context its UUID as text, empty where the driver does not tell. Written before the
+  // device's first context is counted.
+  std::array<std::array<char, 37>, kDevices> uuids{};
 
   // Set once and never cleared; each turns an optimisation off (relaxed: set before the program can rely on it).
   std::atomic<bool> green_contexts{false};    // cuCtxRecordEvent would miss a green context's work

@@ -57,6 +57,7 @@ CUresult IpcGetMemHandle(CUipcMemHandle* out, CUdeviceptr address) {
   const BlockPtr block = LiveBlock(address);
   Require(out != nullptr && block != nullptr && block->kind == Block::Kind::kDevice);
   const Device& device = DeviceAt(block->device);
+  Require(device.file() >= 0, CUDA_ERROR_NOT_SUPPORTED);
   Write(out, {{}, 0, block->id, device.file(), device.PlaceOf(block->base), block->size});
   return CUDA_SUCCESS;
 }

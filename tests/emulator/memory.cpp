@@ -1,6 +1,7 @@
 #include "memory.h"
 
 #include <sys/mman.h>
+#include <sys/resource.h>
 
 #include <algorithm>
 #include <cstring>
@@ -184,9 +185,15 @@ bool FreeRanges::Whole(Range range) const {
 Device::Device(CUdevice number, std::size_t capacity) : ordinal(number), total(capacity) {
   // Addresses are cheap: room for four times the memory, so that fragmentation does not end a long test.
   const std::size_t addresses = RoundUp(std::max(capacity * 4, std::size_t{1} << 34), kPage) + kPage;
-  file_ = memfd_create("emulated-device", MFD_CLOEXEC);
-  Require(file_ >= 0 && ftruncate(file_, static_cast<off_t>(addresses)) == 0, CUDA_ERROR_OUT_OF_MEMORY);
-  void* const reserved = mmap(nullptr, addresses, PROT_NONE, MAP_SHARED | MAP_NORESERVE, file_, 0);
+  // In a file, so that other processes can map it; where files may not be so large, it cannot be exported.
+  rlimit largest{};
+  getrlimit(RLIMIT_FSIZE, &largest);
+  if (largest.rlim_cur > addresses) {
+    file_ = memfd_create("emulated-device", MFD_CLOEXEC);
+    Require(file_ >= 0 && ftruncate(file_, static_cast<off_t>(addresses)) == 0, CUDA_ERROR_OUT_OF_MEMORY);
+  }
+  const int kind = file_ >= 0 ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS;
+  void* const reserved = mmap(nullptr, addresses, PROT_NONE, kind | MAP_NORESERVE, file_, 0);
   Require(reserved != MAP_FAILED, CUDA_ERROR_OUT_OF_MEMORY);
   first_ = AddressOf(reserved);
   pages_.Give({RoundUp(first_, kPage), addresses - kPage});
@@ -211,7 +218,7 @@ std::optional<Range> Device::TakePages(std::size_t bytes) {
 }
 
 void Device::GivePages(Range range) {
-  madvise(PointerTo(range.base), range.size, MADV_REMOVE);
+  madvise(PointerTo(range.base), range.size, file_ >= 0 ? MADV_REMOVE : MADV_DONTNEED);
   mprotect(PointerTo(range.base), range.size, PROT_NONE);
   pages_.Give(range);
   used -= range.size;

@@ -965,6 +965,42 @@ def ctl_switches_tracking(setting):
 
 
 @case
+def ranks_of_mpirun(setting):
+    """Four ranks of Open MPI's on one GPU: a report each, and what they use of the GPU together."""
+    if shutil.which("mpirun") is None:
+        raise Skip("mpirun is not installed")
+    if setting.sanitized:
+        raise Skip("mpirun passes no library of a sanitizer's on")
+    env = {**os.environ, **{name: str(value) for name, value in setting.driver.items()}, "LD_PRELOAD": str(setting.shim),
+           "CUSHION_REPORT": str(setting.scratch / "rank-%r.json"), "OMPI_ALLOW_RUN_AS_ROOT": "1",
+           "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_plm": "isolated", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
+    done = subprocess.run(["mpirun", "-n", "4", setting.program("leak")], env=env, capture_output=True, text=True,
+                          timeout=TIMEOUT_S)
+    check(done.returncode == 0, f"{done}")
+    paths = [setting.scratch / f"rank-{rank}.json" for rank in range(4)]
+    reports = [json.loads(path.read_text()) for path in paths]
+    check([report["program"]["rank"] for report in reports] == [0, 1, 2, 3], f"{[r['program'] for r in reports]}")
+    text = subprocess.run([setting.build / "cushion", "report", *paths], capture_output=True, text=True, check=True).stdout
+    held = sum(report["devices"][0]["held"]["peak"] for report in reports)
+    gpu = re.search(rf"^  {reports[0]['devices'][0]['uuid']} +0-3 .*", text, re.MULTILINE)
+    check(gpu is not None and f" {held / 2**20:.2f} MiB " in gpu[0], f"{held}: {text}")
+
+
+@case
+def blocks_keep_their_order(setting):
+    """What one thread allocates within a tick of the clock is still told in its order."""
+    for level in ("on", "stacks"):
+        with Churn(setting, CUSHION_TRACK=level) as program:
+            sizes = [700001 + i for i in range(20)]
+            for size in sizes:
+                program.ask(f"allocate 1 {size}")
+            live = program.report_now(poke=True)["live"]
+            ages = [next(group["oldest_age_s"] for group in live if group["size"] == size) for size in sizes]
+            check(all(a > b for a, b in zip(ages, ages[1:])), f"{ages}")
+            program.quit()
+
+
+@case
 def ctl_trims(setting):
     """What nothing uses goes back to the driver when it is asked for, and the program's blocks stay."""
     for options in ({"CUSHION_CTL": "on"}, {}, {"CUSHION_CTL": "on", "CUSHION_BACKING": "vmm"}):

@@ -447,6 +447,8 @@ def ranks_are_merged(setting):
     paths = []
     for rank in (3, 0, 1):
         report = full()
+        report["devices"] = report["devices"][:1]
+        report["devices"][0]["uuid"] = "one" if rank == 3 else "other"
         report["program"]["rank"] = rank
         if rank == 1:  # other sizes from the same call stack
             report["live"][0]["size"] += 2**20
@@ -459,6 +461,10 @@ def ranks_are_merged(setting):
     summed = next(line for line in text.splitlines() if "peaks added" in line)
     check(summed.split()[-2:] == f"{total / 2**30:.2f} GiB".split(), summed)
     check(f"{3 * report['calls']['served']}" in summed, summed)
+    held = report["devices"][0]["held"]["peak"]
+    gpus = {line.split()[0]: line for line in text.splitlines() if line.startswith(("  one ", "  other "))}
+    check(re.search(r"^  one +2 ", gpus["one"]) and re.search(r"^  other +0-1 ", gpus["other"]), f"{gpus}")
+    check(f" {2 * held / 2**30:.2f} GiB" in gpus["other"], f"{held} {gpus}")
     check("Never freed: 216 blocks" in text, text)
     check(re.search(r"2\.26 GiB +36 +64\.00 MiB to 65\.00 MiB +cuMemAlloc +0-2\n", text), text)
     check(re.search(r"1\.12 GiB +72 +16\.00 MiB +cuMemAlloc +0-2\n", text), text)
@@ -995,7 +1001,7 @@ def symbols_in_every_form(setting):
     for wrong in ([report, report, "--symbolize", "x"], [report, "--symbolize", "x", "--no-symbols"],
                   [report, "--symbolize", "x", "--html", "y"]):
         setting.cushion(*wrong, code=2)
-    setting.cushion(carried, "--symbolize", "missing/x", code=1)
+    setting.cushion(carried, "--symbolize", f"{carried}/x", code=1)
     try:
         known = {key: value for key, value in after.items() if key not in ("later", "deep")}
         equal(errors(validator(strict=True), known), [], "what was written back, against the schema")

@@ -281,6 +281,7 @@ void read_sections(const Node& root, Report& report) {
                               device.figure("handed_out"),
                               device.figure("held"),
                               device.figure("forwarded"),
+                              device.has("uuid") ? device.text("uuid") : std::string(),
                               {},
                               std::nullopt});
     if (device.has("backing")) {

@@ -72,6 +72,7 @@ struct DeviceUse {
   Figure handed_out;
   Figure held;
   Figure forwarded;
+  std::string uuid;     // empty: not told
   std::string backing;  // where memory comes from, and why; empty: from the driver as it is
   std::optional<Fragmentation> fragmentation;
 };

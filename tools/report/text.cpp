@@ -10,6 +10,9 @@
 #include <charconv>
 #include <cmath>
 #include <cstring>
+#include <map>
+#include <string>
+#include <vector>
 
 #include "core/options.h"
 #include "tools/report/leaks.h"
@@ -104,6 +107,35 @@ class View {
     }
     table.row({"", "all (peaks added, longest time)", "", seconds_text(time), count_text(served), count_text(forwarded),
                seconds_text(waited), bytes_text(requested), bytes_text(held), bytes_text(live)});
+    print(table);
+  }
+
+  // What the ranks use of one GPU together.
+  void gpus(const std::vector<Report>& reports) {
+    struct Use {
+      std::vector<std::size_t> reports;
+      DeviceUse sum;
+    };
+    std::map<std::string, Use> gpus;
+    for (std::size_t i = 0; i < reports.size(); ++i) {
+      for (const DeviceUse& device : reports[i].devices) {
+        if (device.uuid.empty()) continue;
+        Use& use = gpus[device.uuid];
+        if (use.reports.empty() || use.reports.back() != i) use.reports.push_back(i);
+        for (auto figure : {&DeviceUse::requested, &DeviceUse::held, &DeviceUse::forwarded}) {
+          (use.sum.*figure).current = add((use.sum.*figure).current, (device.*figure).current);
+          (use.sum.*figure).peak = add((use.sum.*figure).peak, (device.*figure).peak);
+        }
+      }
+    }
+    if (gpus.empty()) return;
+    heading("By GPU (peaks added)");
+    Table table({Column::left, Column::left, Column::right, Column::right, Column::right, Column::right});
+    table.row({"GPU", "reports (#)", "peak requested", "peak held", "peak by the driver", "held now"});
+    for (const auto& [uuid, use] : gpus) {
+      table.row({plain(uuid), ranges_text(use.reports), bytes_text(use.sum.requested.peak),
+                 bytes_text(use.sum.held.peak), bytes_text(use.sum.forwarded.peak), bytes_text(use.sum.held.current)});
+    }
     print(table);
   }
 
@@ -287,6 +319,7 @@ std::string text_view(const std::vector<Report>& reports, const TextStyle& style
     view.one(reports.front());
   } else {
     view.many(reports);
+    view.gpus(reports);
   }
   view.tops(reports);
   view.leaks(reports);
