@@ -24,6 +24,7 @@ enum class InitMode : std::uint8_t { none, zero, junk };
 enum class LogLevel : std::uint8_t { off, error, warn, info, debug, trace };
 enum class DisableMode : std::uint8_t { automatic, never, always };
 enum class CtlMode : std::uint8_t { off, on };
+enum class AskMode : std::uint8_t { off, on };
 enum class ShownMemory : std::uint8_t { limit, device };
 enum class PythonMode : std::uint8_t { automatic, off };
 

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <ctime>
 
+#include "core/asking.h"
 #include "core/log.h"
 #include "core/metrics.h"
 #include "core/mutation.h"
@@ -556,7 +557,7 @@ Limit::Claim Runtime::claim(Api api, std::uint64_t bytes) noexcept {
     if (shared_.driver.cuCtxGetDevice(&device) != CUDA_SUCCESS) return {};
   }
   Limit::Claim claim = shared_.limit.claim(shared_, device, bytes, bytes);
-  return claim || !relieve(bytes) ? std::move(claim) : shared_.limit.claim(shared_, device, bytes, bytes);
+  return claim || !relieve_here(bytes) ? std::move(claim) : shared_.limit.claim(shared_, device, bytes, bytes);
 }
 
 std::optional<ForeignBlock> Runtime::forget_foreign(CUdeviceptr address) noexcept {
@@ -610,7 +611,23 @@ void Runtime::release_idle() noexcept try {
 } catch (...) {
 }
 
-bool Runtime::relieve(std::size_t bytes) noexcept try {
+bool Runtime::relieve(std::size_t bytes) noexcept {
+  return relieve_here(bytes) || (options().ask_others == AskMode::on && relieve_elsewhere(bytes));
+}
+
+// One thread asks at a time, with no lock held that anybody else waits for.
+bool Runtime::relieve_elsewhere(std::size_t bytes) noexcept {
+  if (bytes > shared_.largest_device.load(std::memory_order_relaxed) || asking_.exchange(true)) return false;
+  bool any = false;
+  try {
+    any = others_trim(std::chrono::milliseconds(options().oom_wait.ns / 1'000'000));
+  } catch (...) {  // no host memory
+  }
+  asking_.store(false);
+  return any;
+}
+
+bool Runtime::relieve_here(std::size_t bytes) noexcept try {
   if (bytes > shared_.largest_device.load(std::memory_order_relaxed)) return false;
   const std::uint64_t deadline = monotonic_ns() + options().oom_wait.ns;
   std::uint64_t released = 0;

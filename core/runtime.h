@@ -95,6 +95,7 @@ class Runtime {
   void foreign_freed(CUdeviceptr address, const ForeignBlock& block) noexcept { left(block.note, address, block.size); }
   // A forwarded call for `bytes` (0: unknown) answered out of memory: gives back what is cached in any context, waiting
   // at most OOM_WAIT for it. True if memory went back and it is worth asking again.
+  // ASK_OTHERS=on: else other processes are asked to.
   bool relieve(std::size_t bytes) noexcept;
   // Gives back what is cached and nothing uses, without a wait. The bytes that were held and are no more.
   std::uint64_t trim() noexcept;
@@ -242,6 +243,9 @@ class Runtime {
       shared_.stacks.freed(note.stack, address, bytes, monotonic_ns() - note.time);
   }
 
+  bool relieve_here(std::size_t bytes) noexcept;
+  bool relieve_elsewhere(std::size_t bytes) noexcept;
+
   // These want foreign_mutex_.
   void add_foreign(CUdeviceptr address, const ForeignBlock& block);
   void uncount(const ForeignBlock& block) noexcept;
@@ -272,6 +276,7 @@ class Runtime {
   Program* program_ = nullptr;
   std::atomic<bool> reported_{false};
   std::atomic<bool> said_out_of_memory_{false};
+  std::atomic<bool> asking_{false};  // a thread is asking other processes; who else would ask goes without
 
   std::mutex contexts_mutex_;         // protects adding to shared_.contexts and created_
   std::vector<CUcontext> created_;    // by cuCtxCreate: with the primary ones, the contexts that can be served

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "core/control_file.h"
+#include "core/asking.h"
 
 namespace cushion {
 
@@ -38,14 +38,6 @@ Figures read_figures(const OpenPage& page);
 // Asks the process to bring its figures up to date; whether it has by the deadline.
 void ask_figures(const OpenPage& page);
 bool has_figures_since(const OpenPage& page, std::uint64_t monotonic);
-
-struct Answer {
-  bool done = false;
-  std::string said;  // what the process says of what it did; else: why not
-};
-// `waiting` is called once if the answer does not come at once.
-Answer ask(const OpenPage& page, RequestKind kind, const std::string& text, std::chrono::milliseconds patience,
-           void (*waiting)(const OpenPage&));
 
 // The commands; each answers the exit status.
 int ctl_track(std::int64_t pid, const std::string& level);

@@ -1019,6 +1019,25 @@ def ctl_trims(setting):
 
 
 @case
+def others_are_asked_for_memory(setting):
+    """CUSHION_ASK_OTHERS: who is out of memory has a process with a helper give back what it does not use."""
+    with Churn(setting, CUSHION_CTL="on") as rich, Churn(setting) as silent:
+        for program in (rich, silent):
+            program.ask("allocate 8 64000000")
+            program.ask("free")
+        held = lambda program: json.loads(program.ctl("show", "--json").out)["devices"][0]["held"]
+        for asks in ("off", "on"):
+            check(held(rich) >= 8 * 64000000, "given back before")
+            with Churn(setting, EMU_MEMORY="256M", CUSHION_ASK_OTHERS=asks) as poor:
+                poor.ask("allocate 1 200000000")
+                check(poor.ask("allocate 1 200000000") == "allocated 1", "")  # fails: the devices are emulated ones apart
+                check((held(rich) == 0) == (asks == "on"), f"{asks}: {held(rich)}")
+                poor.process.kill()
+        rich.quit()
+        silent.quit()
+
+
+@case
 def an_idle_process_gives_memory_back(setting):
     """CUSHION_IDLE_RELEASE with CTL=on: without a call of the program."""
     with Churn(setting, CUSHION_CTL="on", CUSHION_IDLE_RELEASE="100ms") as program:
