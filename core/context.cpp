@@ -88,6 +88,7 @@ Context::Context(Shared& shared, CUcontext handle, CUdevice device, std::uint64_
       handle_(handle),
       device_(device),
       device_bytes_(device_bytes),
+      largest_request_(std::min(device_bytes, shared.options->limit.of(device_bytes))),
       primary_(primary),
       magazine_limit_(shared.options->magazine_size.of(device_bytes)),
       superblock_size_(shared.options->superblock_size.of(device_bytes)),
@@ -283,7 +284,7 @@ Arena& Context::make_arena(unsigned index) {
 }
 
 inline bool Context::refuses(std::uint64_t bytes) const noexcept {
-  return !serves() || bytes > device_bytes_ ||
+  return !serves() || bytes > largest_request_ ||
          // Without context fences nothing says when a peer's work is complete.
          (shared_.peers.load(std::memory_order_relaxed) && !context_fences());
 }
@@ -535,7 +536,7 @@ bool Context::grow(const Need& need, bool exact, CUresult& why) {
     promised_ += promised;
     ++growing_;
   }
-  const Limit::Claim claim = shared_.limit.claim(shared_, device_, promised, kPage);
+  Limit::Claim claim = shared_.limit.claim(shared_, device_, promised, kPage, least);
   const bool limited = shared_.limit.on() && claim.bytes() < promised;
   CUdeviceptr address = 0;
   CUresult result = CUDA_SUCCESS;
@@ -589,6 +590,7 @@ bool Context::grow(const Need& need, bool exact, CUresult& why) {
       if (address != 0 || growth.added != 0) count(shared_.counters.grows);
     }
   }
+  claim.settle();
   if (added) {
     take_spare();
     log::debug("device {}: {} bytes more for {}", device_, address != 0 ? want : growth.added, need.size);
@@ -808,6 +810,7 @@ CUresult Context::free(const Found& found, bool exported) noexcept try {
   const bool clean = waits && (unserved || !peers || becomes_idle(0));
   if (clean && !unserved) fences_.completed(stamp);
   const std::uint64_t generation = events_.generation();
+  if (exported) shared_.ipc.withdraw(address);
   give(found, nullptr, clean);
   if (options().idle_release.ns != 0) release_idle();
   if (unserved && !shared_.gate.may_be_open()) {
@@ -854,6 +857,8 @@ CUresult Context::free_async(const Found& found, const StreamIdentity& stream, C
   if (broken() != CUDA_SUCCESS) return broken();
   if (!found.block->change(found.address, BlockState::live, BlockState::freeing))
     return wrong_free(shared_, found.address, "cuMemFreeAsync");
+  if (shared_.ipc.any()) [[unlikely]]
+    shared_.ipc.withdraw(found.address);
   const bool own = &stream_context == this || mutated(Mutation::foreign_stream_is_own);
   // By the legacy stream's rule its free comes after the blocking streams' work, and their work after its next
   // allocation; but nothing is put on it that would tell them so, and an event would hold them back. And a free on a
@@ -1499,7 +1504,7 @@ void Context::release_idle() {
   std::uint64_t idle = 0;
   {
     std::lock_guard lock(global().mutex);
-    idle = global().pool.take_least_free();
+    idle = global().pool.take_least_unused();
   }
   const std::uint64_t all = unused();  // what caches held is free from here on
   if (due != 0 && idle != 0 && all != 0) release_unused(all - std::min(all, idle));

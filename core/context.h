@@ -300,6 +300,7 @@ class Context {
   const CUcontext handle_;
   const CUdevice device_;
   const std::uint64_t device_bytes_;
+  const std::uint64_t largest_request_;  // bytes: a larger one is hopeless
   const bool primary_;
   const std::uint64_t magazine_limit_;   // bytes
   const std::uint64_t superblock_size_;  // bytes

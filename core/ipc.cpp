@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/random.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -47,7 +48,13 @@ bool Ipc::open_records(const char*& why) noexcept {
   return true;
 }
 
-std::optional<CUipcMemHandle> Ipc::issue(CUdeviceptr block, const Place& place, const char*& why) noexcept try {
+void Ipc::clear(Record& record) noexcept {
+  std::atomic_ref(record.token[0]).store(0, std::memory_order_release);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+}
+
+std::optional<CUipcMemHandle> Ipc::issue(CUdeviceptr block, CUcontext context, const Place& place,
+                                         const char*& why) noexcept try {
   std::lock_guard lock(mutex_);
   const std::optional<ProcessKey> key = own_key();
   if (!key) {
@@ -55,35 +62,34 @@ std::optional<CUipcMemHandle> Ipc::issue(CUdeviceptr block, const Place& place, 
     return std::nullopt;
   }
   if (!open_records(why)) return std::nullopt;
-  if (slots_ == nullptr) slots_ = new std::unordered_map<CUdeviceptr, std::uint32_t>;
-  auto found = slots_->find(block);
-  if (found == slots_->end()) {
+  if (issued_blocks_ == nullptr) issued_blocks_ = new std::unordered_map<CUdeviceptr, Issued>;
+  auto found = issued_blocks_->find(block);
+  if (found == issued_blocks_->end()) {
+    std::array<std::uint64_t, 2> token{};
+    while (token[0] == 0) {
+      if (getrandom(token.data(), sizeof token, 0) == sizeof token || errno == EINTR) continue;
+      why = "the system has no random numbers";
+      return std::nullopt;
+    }
     std::uint32_t slot = 0;
     while (slot < kMost && records_[slot].token[0] != 0) ++slot;
     if (slot == kMost) {
       why = "4096 blocks are exported already";
       return std::nullopt;
     }
-    found = slots_->emplace(block, slot).first;
+    found = issued_blocks_->emplace(block, Issued{slot, context}).first;
     issued_.fetch_add(1, std::memory_order_relaxed);
-  }
-  Record& record = records_[found->second];
-  // After a reset of the device the address may be another block's.
-  const bool same = std::memcmp(&record.place, &place, sizeof place) == 0;
-  while (!same || record.token[0] == 0) {
+    Record& record = records_[slot];
     record.place = place;
-    if (getrandom(record.token.data(), sizeof record.token, 0) != sizeof record.token) record.token[0] = 0;
-    if (record.token[0] != 0) break;
-    if (errno == EINTR) continue;
-    why = "the system has no random numbers";
-    return std::nullopt;
+    record.token[1] = token[1];
+    std::atomic_ref(record.token[0]).store(token[0], std::memory_order_release);
   }
   Ticket ticket{};
   std::memcpy(ticket.magic, kMagic, sizeof kMagic);
   ticket.key = *key;
   ticket.file = static_cast<std::uint32_t>(file_);
-  ticket.slot = found->second;
-  ticket.token = record.token;
+  ticket.slot = found->second.slot;
+  ticket.token = records_[ticket.slot].token;
   CUipcMemHandle handle{};
   std::memcpy(handle.reserved, &ticket, sizeof ticket);
   return handle;
@@ -92,15 +98,32 @@ std::optional<CUipcMemHandle> Ipc::issue(CUdeviceptr block, const Place& place, 
   return std::nullopt;
 }
 
-bool Ipc::withdraw(CUdeviceptr block) noexcept {
+bool Ipc::has(CUdeviceptr block) noexcept {
   std::lock_guard lock(mutex_);
-  if (slots_ == nullptr) return false;
-  const auto found = slots_->find(block);
-  if (found == slots_->end()) return false;
-  records_[found->second] = {};
-  slots_->erase(found);
+  return issued_blocks_ != nullptr && issued_blocks_->contains(block);
+}
+
+void Ipc::withdraw(CUdeviceptr block) noexcept {
+  std::lock_guard lock(mutex_);
+  if (issued_blocks_ == nullptr) return;
+  const auto found = issued_blocks_->find(block);
+  if (found == issued_blocks_->end()) return;
+  clear(records_[found->second.slot]);
+  issued_blocks_->erase(found);
   issued_.fetch_sub(1, std::memory_order_relaxed);
-  return true;
+}
+
+void Ipc::forget(CUcontext context) noexcept {
+  std::lock_guard lock(mutex_);
+  if (issued_blocks_ != nullptr) {
+    std::erase_if(*issued_blocks_, [&](const auto& entry) {
+      if (entry.second.context != context) return false;
+      clear(records_[entry.second.slot]);
+      issued_.fetch_sub(1, std::memory_order_relaxed);
+      return true;
+    });
+  }
+  if (opened_ != nullptr) std::erase_if(*opened_, [&](const auto& entry) { return entry.second.context == context; });
 }
 
 bool Ipc::is_ticket(const CUipcMemHandle& handle) noexcept {
@@ -122,27 +145,35 @@ std::optional<Ipc::Place> Ipc::redeem(const CUipcMemHandle& handle, const char*&
   }
   char path[64]{};
   format_into(path, "/proc/{}/fd/{}", ticket.key.pid, ticket.file);
-  const int file = ::open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
-  if (file < 0) {
-    why = "its process cannot be asked (another user's, or not dumpable)";
+  struct stat s {};
+  why = "its process cannot be asked: another user's, or it has closed the file that says";
+  // Before it is opened: what else has that number now may be anything.
+  if (ticket.slot >= kMost || stat(path, &s) != 0 || !S_ISREG(s.st_mode) || s.st_uid != geteuid() ||
+      s.st_size != static_cast<off_t>(kMost * sizeof(Record)))
     return std::nullopt;
-  }
-  Record record{};
-  const ssize_t got = pread(file, &record, sizeof record, static_cast<off_t>(ticket.slot * sizeof record));
+  const int file = ::open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+  if (file < 0) return std::nullopt;
+  Record once{};
+  Record twice{};
+  const auto read = [&](Record& record) {
+    return pread(file, &record, sizeof record, static_cast<off_t>(ticket.slot * sizeof record)) ==
+           static_cast<ssize_t>(sizeof record);
+  };
+  const bool whole = read(once) && read(twice) && std::memcmp(&once, &twice, sizeof once) == 0;
   ::close(file);
-  if (got != static_cast<ssize_t>(sizeof record) || record.token != ticket.token || ticket.token[0] == 0) {
+  if (!whole || once.token != ticket.token || ticket.token[0] == 0) {
     why = "its block was freed";
     return std::nullopt;
   }
-  return record.place;
+  return once.place;
 }
 
-CUdeviceptr Ipc::opened(CUdeviceptr segment, const Place& place) noexcept try {
+CUdeviceptr Ipc::opened(CUdeviceptr segment, CUcontext context, const Place& place) noexcept try {
   std::lock_guard lock(mutex_);
   if (opened_ == nullptr) opened_ = new std::map<CUdeviceptr, Opened>;
   const CUdeviceptr block = segment + place.offset;
   Opened& entry = (*opened_)[block];
-  entry = {block, place.bytes, segment, entry.times + 1};
+  entry = {block, place.bytes, segment, context, entry.times + 1};
   return block;
 } catch (...) {
   return 0;

@@ -45,21 +45,26 @@ class Ipc {
 
   // ---- the process that has the block
   // The block's ticket; nothing if there can be none, with `why`.
-  std::optional<CUipcMemHandle> issue(CUdeviceptr block, const Place& place, const char*& why) noexcept;
+  std::optional<CUipcMemHandle> issue(CUdeviceptr block, CUcontext context, const Place& place,
+                                      const char*& why) noexcept;
   bool any() const noexcept { return issued_.load(std::memory_order_relaxed) != 0; }
-  // The block is being freed. Whether it was exported.
-  bool withdraw(CUdeviceptr block) noexcept;
+  bool has(CUdeviceptr block) noexcept;
+  // The block is about to be another's.
+  void withdraw(CUdeviceptr block) noexcept;
+  // The context has ended: what lay in it is gone, and what was opened in it.
+  void forget(CUcontext context) noexcept;
 
   // ---- the process that opens it
   static bool is_ticket(const CUipcMemHandle& handle) noexcept;
   // Where the block lies; nothing, with `why`, if the ticket is not good (any more).
   static std::optional<Place> redeem(const CUipcMemHandle& ticket, const char*& why) noexcept;
   // What the driver opened at `segment` is handed out as the block in it. Null: no host memory to remember it by.
-  CUdeviceptr opened(CUdeviceptr segment, const Place& place) noexcept;
+  CUdeviceptr opened(CUdeviceptr segment, CUcontext context, const Place& place) noexcept;
   struct Opened {
     CUdeviceptr block;
     std::uint64_t bytes;
     CUdeviceptr segment;
+    CUcontext context;
     unsigned times;
   };
   // The opened block that the pointer lies in; nothing if it came from no ticket.
@@ -71,13 +76,20 @@ class Ipc {
     std::array<std::uint64_t, 2> token;  // zeros: unused
     Place place;
   };
+  struct Issued {
+    std::uint32_t slot;
+    CUcontext context;
+  };
   bool open_records(const char*& why) noexcept;
+  // A reader sees a record whole or not at all: its token's first half goes first and comes last, and the reader looks
+  // twice.
+  static void clear(Record& record) noexcept;
 
   std::mutex mutex_;  // protects all that follows; a leaf
   Record* records_ = nullptr;
   int file_ = -1;
   std::atomic<std::uint32_t> issued_{0};  // readable without the lock; relaxed: a block is exported before it is freed
-  std::unordered_map<CUdeviceptr, std::uint32_t>* slots_ = nullptr;
+  std::unordered_map<CUdeviceptr, Issued>* issued_blocks_ = nullptr;
   std::map<CUdeviceptr, Opened>* opened_ = nullptr;  // by block
 };
 

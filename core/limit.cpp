@@ -1,9 +1,12 @@
 #include "core/limit.h"
 
 #include <algorithm>
+#include <chrono>
+#include <thread>
 
 #include "core/context.h"
 #include "core/shared.h"
+#include "core/ticks.h"
 
 namespace cushion {
 
@@ -19,23 +22,33 @@ std::uint64_t Limit::of(const Size& most, const Driver& driver, int device) noex
 }
 
 std::uint64_t Limit::used(Shared& shared, int device) noexcept {
-  std::uint64_t bytes = shared.forwarded(device).current() + shared.from_driver_pool(device).current() -
-                        shared.limit.managed(device).load(std::memory_order_relaxed);
+  std::uint64_t bytes = foreign(device).load(std::memory_order_relaxed);
   shared.for_each_context([&](const Context& context) {
     if (context.device() == device) bytes += context.usage().held.current();
   });
   return bytes;
 }
 
-Limit::Claim Limit::claim(Shared& shared, int device, std::uint64_t most, std::uint64_t unit) noexcept {
+Limit::Claim Limit::claim(Shared& shared, int device, std::uint64_t most, std::uint64_t unit,
+                          std::uint64_t least) noexcept {
   if (!on_) return {};
   const std::uint64_t limit = of(most_, shared.driver, device);
-  std::lock_guard lock(mutex_);
-  std::uint64_t& claimed = claimed_[static_cast<std::size_t>(device)];
-  const std::uint64_t taken = used(shared, device) + claimed;
-  const std::uint64_t bytes = taken < limit ? std::min(most, (limit - taken) / unit * unit) : 0;
-  claimed += bytes;
-  return {*this, device, bytes};
+  const std::uint64_t deadline = monotonic_ns() + shared.options->oom_wait.ns;
+  for (;;) {
+    {
+      std::lock_guard lock(mutex_);
+      std::uint64_t& claimed = claimed_[static_cast<std::size_t>(device)];
+      const std::uint64_t taken = used(shared, device) + claimed;
+      const std::uint64_t bytes = taken < limit ? std::min(most, (limit - taken) / unit * unit) : 0;
+      if (bytes >= least) {
+        claimed += bytes;
+        return {*this, device, bytes};
+      }
+      if (claimed == 0 || least > limit) return {*this, device, 0};
+    }
+    if (monotonic_ns() >= deadline) return {*this, device, 0};
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
 }
 
 void Limit::end(int device, std::uint64_t bytes) noexcept {

@@ -5,7 +5,7 @@
 //
 // Invariant: what is counted and what is claimed never come to more than the limit, whatever threads do at once: a
 // claim is looked at and made under one lock, before the driver is asked, and it ends only when the bytes are counted
-// or were refused. Meanwhile they may count twice, so that one thread can be refused what another has just got.
+// or were refused. Meanwhile they may count twice, and be more than will be used: who is refused for that waits.
 //
 // Cost: without a limit a load; else a lock and a few loads for each growth and each call that the driver serves.
 #pragma once
@@ -14,6 +14,7 @@
 #include <atomic>
 #include <cstdint>
 #include <mutex>
+#include <utility>
 
 #include "core/control_page.h"
 #include "core/options.h"
@@ -41,23 +42,30 @@ class Limit {
       other.limit_ = nullptr;
     }
     Claim& operator=(Claim&&) = delete;
-    ~Claim() {
-      if (limit_ != nullptr) limit_->end(device_, bytes_);
-    }
+    ~Claim() { settle(); }
     std::uint64_t bytes() const noexcept { return bytes_; }
+    // The bytes are counted, or were refused.
+    void settle() noexcept {
+      if (limit_ != nullptr) std::exchange(limit_, nullptr)->end(device_, bytes_);
+    }
 
    private:
     Limit* limit_ = nullptr;
     int device_ = 0;
     std::uint64_t bytes_ = 0;
   };
-  // Up to `most` bytes, as many as there is room for, in whole multiples of `unit`.
-  Claim claim(Shared& shared, int device, std::uint64_t most, std::uint64_t unit) noexcept;
+  // Up to `most` bytes, as many as there is room for, in whole multiples of `unit`; fewer than `least` are none. While
+  // others' claims are what leaves no room for that, it waits for them, at most OOM_WAIT: with no lock held.
+  Claim claim(Shared& shared, int device, std::uint64_t most, std::uint64_t unit, std::uint64_t least) noexcept;
+  // Whether a request is larger than the limit.
+  bool hopeless(const Driver& driver, int device, std::uint64_t bytes) const noexcept {
+    return on_ && bytes > of(most_, driver, device);
+  }
 
   // Bytes counted against it.
-  static std::uint64_t used(Shared& shared, int device) noexcept;
-  // Of what the driver served, what is not: managed memory.
-  std::atomic<std::uint64_t>& managed(int device) noexcept { return managed_[static_cast<std::size_t>(device)]; }
+  std::uint64_t used(Shared& shared, int device) noexcept;
+  // Of what the driver served, what counts. Under Runtime's foreign_mutex_, readable without.
+  std::atomic<std::uint64_t>& foreign(int device) noexcept { return foreign_[static_cast<std::size_t>(device)]; }
 
  private:
   void end(int device, std::uint64_t bytes) noexcept;
@@ -66,7 +74,7 @@ class Limit {
   Size most_{};
   std::mutex mutex_;  // protects claimed_; taken under a context's lock, and nothing under it
   std::array<std::uint64_t, kDevices> claimed_{};
-  std::array<std::atomic<std::uint64_t>, kDevices> managed_{};  // relaxed: sums of their own
+  std::array<std::atomic<std::uint64_t>, kDevices> foreign_{};  // relaxed: sums of their own
 };
 
 }  // namespace cushion

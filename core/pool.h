@@ -75,8 +75,11 @@ class Pool {
   std::uint64_t held() const noexcept { return held_; }        // bytes of all segments
   std::uint64_t unused() const noexcept { return unused_; }    // bytes of segments wholly free, in whatever heap
   std::uint64_t free_bytes() const noexcept { return free_; }  // bytes of free blocks, evented ones too
-  // What was free all the time since this was last called, in bytes.
-  std::uint64_t take_least_free() noexcept { return std::min(std::exchange(least_free_, free_), free_); }
+  // What was unused all the time since this was last called, in bytes: of memory mapped in pieces, what was free.
+  std::uint64_t take_least_unused() noexcept {
+    const std::uint64_t now = reserves_ ? free_ : unused_;
+    return std::min(std::exchange(least_unused_, now), now);
+  }
   // How free memory is cut up; evented blocks are left out. Walks the blocks: for diagnosis only.
   struct Fragments {
     std::uint64_t largest = 0;  // bytes
@@ -153,10 +156,10 @@ class Pool {
   std::uint64_t held_ = 0;
   std::uint64_t unused_ = 0;
   std::uint64_t free_ = 0;
-  std::uint64_t least_free_ = 0;  // since it was last asked for
+  std::uint64_t least_unused_ = 0;  // since it was last asked for
   void use(std::uint64_t bytes) noexcept {
     free_ -= bytes;
-    least_free_ = std::min(least_free_, free_);
+    least_unused_ = std::min(least_unused_, reserves_ ? free_ : unused_);
   }
   // Has memory mapped in pieces. Blocks of less than a page then come from the upper end of a free block of pages, the
   // others from the lower: small ones lie together, and keep few handles from going back.

@@ -380,7 +380,7 @@ bool Runtime::malloc_async(CUdeviceptr* out, std::size_t bytes, CUstream stream)
 bool Runtime::serve_from_driver_pool(Context& context, CUdeviceptr* out, std::size_t bytes, Api api) noexcept {
   if (native_async_[index_of(context.device())].load(std::memory_order_relaxed)) return false;
   const std::uint64_t generation = context.generation();
-  const Limit::Claim claim = shared_.limit.claim(shared_, context.device(), bytes, bytes);
+  const Limit::Claim claim = shared_.limit.claim(shared_, context.device(), bytes, bytes, bytes);
   if (!claim) return false;
   PoolBlock served;
   if (!context.async().allocate(bytes, &served)) return false;
@@ -485,8 +485,7 @@ std::optional<CUresult> Runtime::free(CUdeviceptr address) noexcept {
   }
   const Context::Found found = Context::find(*segment, address);
   if (found.block == nullptr) return Context::wrong_free(shared_, address, "cuMemFree");
-  const bool exported = shared_.ipc.any() && shared_.ipc.withdraw(address);
-  return found.arena->context().free(found, exported);
+  return found.arena->context().free(found, shared_.ipc.any() && shared_.ipc.has(address));
 }
 
 std::optional<CUresult> Runtime::free_async(CUdeviceptr address, CUstream stream) noexcept {
@@ -498,7 +497,6 @@ std::optional<CUresult> Runtime::free_async(CUdeviceptr address, CUstream stream
   }
   const Context::Found found = Context::find(*segment, address);
   if (found.block == nullptr) return Context::wrong_free(shared_, address, "cuMemFreeAsync");
-  if (shared_.ipc.any()) shared_.ipc.withdraw(address);
   if (shared_.gate.may_be_open()) {
     bool capturing = false;
     if (const CUresult result = shared_.gate.ask(shared_.driver, stream, capturing); result != CUDA_SUCCESS)
@@ -512,7 +510,7 @@ std::optional<CUresult> Runtime::free_async(CUdeviceptr address, CUstream stream
   if (stream_context == nullptr) {  // its context is not served: its work cannot be followed, but it can be waited for
     RelaxedCaptureMode relaxed(shared_.driver);
     const CUresult waited = shared_.driver.call(shared_.driver.cuStreamSynchronize, stream);
-    return waited != CUDA_SUCCESS ? waited : found.arena->context().free(found);
+    return waited != CUDA_SUCCESS ? waited : free(address).value_or(CUDA_ERROR_INVALID_VALUE);
   }
   return found.arena->context().free_async(found, *identity, *stream_context);
 }
@@ -528,9 +526,7 @@ void Runtime::forwarded_block(Api api, CUdeviceptr address, std::size_t bytes, C
     InsideDriver inside;
     CUdevice device = 0;
     driver.cuCtxGetCurrent(&block.context);
-    if (stream_ordered && !is_legacy(stream) && !is_per_thread(stream) && driver.cuStreamGetCtx != nullptr) {
-      driver.cuStreamGetCtx(stream, &block.context);
-    }
+    if (stream_ordered) context_of_stream(stream, block.context);
     CurrentContext current(driver, block.context);
     if (driver.cuCtxGetDevice(&device) == CUDA_SUCCESS) block.device = device;
     unsigned long long id = is_legacy(stream) ? kLegacyId : 0;
@@ -545,19 +541,31 @@ void Runtime::forwarded_block(Api api, CUdeviceptr address, std::size_t bytes, C
 
 void Runtime::uncount(const ForeignBlock& block) noexcept {
   foreign_bytes(block).subtract(block.size);
-  if (block.api == Api::managed)
-    shared_.limit.managed(static_cast<int>(index_of(block.device))).fetch_sub(block.size, std::memory_order_relaxed);
+  if (block.api != Api::managed)
+    shared_.limit.foreign(static_cast<int>(index_of(block.device))).fetch_sub(block.size, std::memory_order_relaxed);
 }
 
-Limit::Claim Runtime::claim(Api api, std::uint64_t bytes) noexcept {
+Limit::Claim Runtime::claim(Api api, std::uint64_t bytes, CUstream stream) noexcept {
   if (!shared_.limit.on() || api == Api::managed || bytes == 0) return {};
   CUdevice device = 0;
   {
     InsideDriver inside;
-    if (shared_.driver.cuCtxGetDevice(&device) != CUDA_SUCCESS) return {};
+    CUcontext context = nullptr;
+    shared_.driver.cuCtxGetCurrent(&context);
+    context_of_stream(stream, context);
+    CurrentContext current(shared_.driver, context);
+    if (shared_.driver.cuCtxGetDevice(&device) != CUDA_SUCCESS) return {};  // the call will fail
   }
-  Limit::Claim claim = shared_.limit.claim(shared_, device, bytes, bytes);
-  return claim || !relieve_here(bytes) ? std::move(claim) : shared_.limit.claim(shared_, device, bytes, bytes);
+  const auto claimed = [&] { return shared_.limit.claim(shared_, device, bytes, bytes, bytes); };
+  Limit::Claim claim = claimed();
+  const bool helps = options().suballocates() && !shared_.limit.hopeless(shared_.driver, device, bytes);
+  return claim || !helps || !relieve_here(bytes) ? std::move(claim) : claimed();
+}
+
+// The context that a stream-ordered call's block belongs to, if the stream says it.
+void Runtime::context_of_stream(CUstream stream, CUcontext& context) noexcept {
+  if (!is_legacy(stream) && !is_per_thread(stream) && shared_.driver.cuStreamGetCtx != nullptr)
+    shared_.driver.cuStreamGetCtx(stream, &context);
 }
 
 std::optional<ForeignBlock> Runtime::forget_foreign(CUdeviceptr address) noexcept {
@@ -578,8 +586,8 @@ void Runtime::add_foreign(CUdeviceptr address, const ForeignBlock& block) {
     at->second = block;
   }
   foreign_bytes(block).add(block.size);
-  if (block.api == Api::managed)
-    shared_.limit.managed(static_cast<int>(index_of(block.device))).fetch_add(block.size, std::memory_order_relaxed);
+  if (block.api != Api::managed)
+    shared_.limit.foreign(static_cast<int>(index_of(block.device))).fetch_add(block.size, std::memory_order_relaxed);
 }
 
 void Runtime::restore_foreign(CUdeviceptr address, const ForeignBlock& block) noexcept try {
@@ -589,17 +597,16 @@ void Runtime::restore_foreign(CUdeviceptr address, const ForeignBlock& block) no
 }
 
 std::uint64_t Runtime::trim() noexcept try {
-  const auto held = [&] {
-    std::uint64_t bytes = 0;
-    shared_.for_each_context([&](const Context& context) { bytes += context.usage().held.current(); });
-    return bytes;
-  };
-  const std::uint64_t before = held();
+  std::uint64_t gone = 0;
   shared_.for_each_context([&](Context& context) {
     if (!context.alive()) return;
-    options().allocator == AllocatorKind::async ? context.async().trim(0) : context.relieve(0) != 0;
+    const bool async = options().allocator == AllocatorKind::async;
+    const auto held = [&] { return async ? context.async().unused() : context.usage().held.current(); };
+    const std::uint64_t before = held();
+    async ? context.async().trim(0) : context.relieve(0) != 0;
+    gone += before - std::min(before, held());
   });
-  return before - std::min(before, held());
+  return gone;
 } catch (...) {
   return 0;
 }
@@ -643,6 +650,19 @@ bool Runtime::relieve_here(std::size_t bytes) noexcept try {
   return false;
 }
 
+void Runtime::in_background() noexcept {
+  std::lock_guard lock(background_);
+  if (background_over_) return;
+  if (shared_.wants_attention()) attend();
+  if (options().idle_release.ns != 0) release_idle();
+}
+
+void Runtime::end_background() noexcept {
+  background_over_.store(true);
+  std::unique_lock lock(background_, std::defer_lock);
+  lock_within(lock, Patience::some);  // what is under way
+}
+
 std::uint64_t Runtime::unused_in_current() noexcept {
   CUcontext handle = nullptr;
   InsideDriver inside;
@@ -664,7 +684,7 @@ std::uint64_t Runtime::used_in_current(std::uint64_t unused) noexcept {
   CUdevice device = 0;
   InsideDriver inside;
   if (shared_.driver.cuCtxGetDevice(&device) != CUDA_SUCCESS) return 0;
-  const std::uint64_t used = Limit::used(shared_, device);
+  const std::uint64_t used = shared_.limit.used(shared_, device);
   return options().suballocates() ? used - std::min(used, unused)
                                   : used;  // of the driver's pool only what is used counts
 }
@@ -798,6 +818,7 @@ void Runtime::failed(CUresult result) noexcept {
 }
 
 void Runtime::ended(CUcontext handle) noexcept try {
+  shared_.ipc.forget(handle);
   shared_.gate.forget(handle);
   shared_.streams.remove_all(handle);
   if (Context* context = find_context(handle)) {

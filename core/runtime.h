@@ -99,11 +99,14 @@ class Runtime {
   bool relieve(std::size_t bytes) noexcept;
   // Gives back what is cached and nothing uses, without a wait. The bytes that were held and are no more.
   std::uint64_t trim() noexcept;
-  // IDLE_RELEASE, for a thread that has nothing else to do.
-  void release_idle() noexcept;
+  // What the helper thread does: it answers requests and gives idle memory back. Not while a context ends: whoever ends
+  // one holds no_background() meanwhile; and no more after end_background(), as the process ends.
+  void in_background() noexcept;
+  std::unique_lock<std::mutex> no_background() noexcept { return std::unique_lock(background_); }
+  void end_background() noexcept;
   // What a call that the driver serves may use of the current device under LIMIT: `bytes`, or none. Until the call's
   // block is recorded.
-  Limit::Claim claim(Api api, std::uint64_t bytes) noexcept;
+  Limit::Claim claim(Api api, std::uint64_t bytes, CUstream stream) noexcept;
   // Bytes that cuMemGetInfo of the current context should add to the driver's answer.
   std::uint64_t unused_in_current() noexcept;
   // Bytes of the current device that LIMIT counts and the program uses; `unused` are those of unused_in_current().
@@ -243,6 +246,8 @@ class Runtime {
       shared_.stacks.freed(note.stack, address, bytes, monotonic_ns() - note.time);
   }
 
+  void release_idle() noexcept;
+  void context_of_stream(CUstream stream, CUcontext& context) noexcept;
   bool relieve_here(std::size_t bytes) noexcept;
   bool relieve_elsewhere(std::size_t bytes) noexcept;
 
@@ -277,6 +282,10 @@ class Runtime {
   std::atomic<bool> reported_{false};
   std::atomic<bool> said_out_of_memory_{false};
   std::atomic<bool> asking_{false};  // a thread is asking other processes; who else would ask goes without
+
+  // The helper holds it across driver calls, so that no context ends under them; taken before all other locks.
+  std::mutex background_;
+  std::atomic<bool> background_over_{false};
 
   std::mutex contexts_mutex_;         // protects adding to shared_.contexts and created_
   std::vector<CUcontext> created_;    // by cuCtxCreate: with the primary ones, the contexts that can be served

@@ -77,7 +77,7 @@ CUresult forward(Runtime& rt, Api api, CUdeviceptr* out, std::size_t bytes, CUst
                  Args... args) noexcept {
   const bool ordered = api == Api::malloc_async || api == Api::from_pool;
   const bool graph_owned = ordered && shared().gate.capturing(shared().driver, stream);
-  const Limit::Claim claim = graph_owned ? Limit::Claim() : rt.claim(api, bytes);
+  const Limit::Claim claim = graph_owned ? Limit::Claim() : rt.claim(api, bytes, ordered ? stream : nullptr);
   const CUresult result = claim ? with_room_for(bytes, real, args...) : CUDA_ERROR_OUT_OF_MEMORY;
   rt.forwarded(api);
   if (result == CUDA_ERROR_OUT_OF_MEMORY) rt.out_of_memory(bytes, api);
@@ -231,6 +231,7 @@ template <class Ended, class Fn, class... Args>
 CUresult end_context(CUcontext handle, Ended ended, const Real<Fn>& real, Args... args) noexcept {
   if (in_forked_child()) return real(args...);
   Context* context = runtime().find_context(handle);
+  const auto no_background = runtime().no_background();
   if (context != nullptr) context->closing(true);
   const CUresult result = real(args...);
   if (result == CUDA_SUCCESS && ended()) runtime().ended(handle);
@@ -321,12 +322,13 @@ void complain_of_handle(const char* call, CUresult answer, const char* why) noex
 }
 
 std::optional<Runtime::NativeBlock> native_block(CUdeviceptr address) noexcept {
-  if (const std::optional<Ipc::Opened> other = shared().ipc.opened_at(address))
-    return Runtime::NativeBlock{nullptr, other->block, other->bytes, Api::malloc};
   CUdeviceptr start = 0;
   if (real_cuPointerGetAttribute(&start, CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, address) != CUDA_SUCCESS)
     return std::nullopt;
-  return runtime().native_block(address, start);
+  if (const auto ours = runtime().native_block(address, start)) return ours;
+  const std::optional<Ipc::Opened> other = shared().ipc.opened_at(address);
+  if (!other) return std::nullopt;
+  return Runtime::NativeBlock{other->context, other->block, other->bytes, Api::malloc};
 }
 
 // cuIpcGetMemHandle of a block of the pool: a ticket (core/ipc.h).
@@ -341,7 +343,7 @@ CUresult export_block(CUipcMemHandle* handle, CUdeviceptr address) noexcept {
   if (result == CUDA_SUCCESS) {
     place.offset = block->base - segment;
     place.bytes = block->bytes;
-    if (const std::optional<CUipcMemHandle> ticket = shared().ipc.issue(block->base, place, why)) {
+    if (const std::optional<CUipcMemHandle> ticket = shared().ipc.issue(block->base, block->context, place, why)) {
       *handle = *ticket;
       count(shared().counters.ipc_exported);
       return CUDA_SUCCESS;
@@ -366,13 +368,21 @@ CUresult open_handle(CUdeviceptr* out, const CUipcMemHandle& handle, unsigned fl
   CUdeviceptr segment = 0;
   const CUresult result = with_room(real, &segment, place->segment, flags);
   if (result != CUDA_SUCCESS) return result;
-  const CUdeviceptr block = shared().ipc.opened(segment, *place);
-  if (block == 0) {
-    real_cuIpcCloseMemHandle(segment);
-    return CUDA_ERROR_OUT_OF_MEMORY;
+  // What the other process says is held to what the driver opened.
+  CUcontext context = nullptr;
+  CUdeviceptr start = 0;
+  std::size_t size = 0;
+  const bool lies_within = bind_driver() &&
+                           shared().driver.call(shared().driver.cuCtxGetCurrent, &context) == CUDA_SUCCESS &&
+                           real_cuMemGetAddressRange_v2(&start, &size, segment) == CUDA_SUCCESS && start == segment &&
+                           place->offset <= size && place->bytes <= size - place->offset;
+  const CUdeviceptr block = lies_within ? shared().ipc.opened(segment, context, *place) : 0;
+  if (block != 0) {
+    *out = block;
+    return CUDA_SUCCESS;
   }
-  *out = block;
-  return CUDA_SUCCESS;
+  real_cuIpcCloseMemHandle(segment);
+  return lies_within ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_INVALID_HANDLE;
 }
 
 // What the driver has answered of a block of the pool, or of one that a ticket opened, and natively would not.
@@ -460,16 +470,19 @@ CUresult hook_cuMemGetInfo_v2(std::size_t* idle, std::size_t* total) noexcept {
   // Ours first: finding out may give some of it back to the driver.
   Runtime* rt = idle != nullptr ? serving() : nullptr;
   const std::uint64_t unused = rt != nullptr ? rt->unused_in_current() : 0;
-  const CUresult result = real_cuMemGetInfo_v2(idle, total);
-  if (result != CUDA_SUCCESS || idle == nullptr) return result;
-  *idle += unused;
-  if (total == nullptr) return result;
-  if (const std::optional<Size> limit = shown_limit()) {
-    const std::uint64_t most = std::min<std::uint64_t>(limit->of(*total), *total);
-    const std::uint64_t used = rt != nullptr ? rt->used_in_current(unused) : 0;
-    *idle = std::min<std::uint64_t>(*idle, most - std::min(most, used));
-    *total = most;
+  const std::optional<Size> limit = shown_limit();
+  std::size_t idle_there = 0;
+  std::size_t total_there = 0;
+  const CUresult result = limit ? real_cuMemGetInfo_v2(&idle_there, &total_there) : real_cuMemGetInfo_v2(idle, total);
+  if (result != CUDA_SUCCESS) return result;
+  if (!limit) {
+    if (idle != nullptr) *idle += unused;
+    return result;
   }
+  const std::uint64_t most = std::min<std::uint64_t>(limit->of(total_there), total_there);
+  const std::uint64_t used = rt != nullptr ? rt->used_in_current(unused) : 0;
+  if (idle != nullptr) *idle = std::min<std::uint64_t>(idle_there + unused, most - std::min(most, used));
+  if (total != nullptr) *total = most;
   return result;
 }
 CUresult hook_cuDeviceTotalMem_v2(std::size_t* total, CUdevice device) noexcept {

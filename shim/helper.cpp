@@ -25,9 +25,8 @@ void* answer_requests(void* of) {
   for (;;) {
     // Acquire, and before the answer: a ring that comes while answering is seen by the wait.
     const std::uint32_t rung = page.doorbell.load(std::memory_order_acquire);
-    if (runtime.shared().wants_attention()) runtime.attend();
+    if (serving() != nullptr) runtime.in_background();
     syscall(SYS_futex, &page.doorbell, FUTEX_WAIT, rung, has_metrics || idle != 0 ? &interval : nullptr, nullptr, 0);
-    if (idle != 0 && serving() != nullptr) runtime.release_idle();
     if (has_metrics) page.word.fetch_or(ControlPage::kAttention, std::memory_order_relaxed);
   }
   return nullptr;

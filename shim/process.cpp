@@ -105,6 +105,7 @@ void watch_toggle(int number) noexcept {
 
 void finish(const char* how) noexcept {
   if (g_life.load(std::memory_order_acquire) != Life::serving) return;
+  runtime().end_background();
   runtime().report(how, Patience::some);
 }
 
@@ -157,7 +158,12 @@ void start(const char* checker) noexcept {
   const bool started = runtime().start(environ, program_invocation_short_name, g_loaded);
   if (started) {
     at_quick_exit(at_quick_exit_hook);
-    on_exit([](int status, void*) { g_status.store(status, std::memory_order_relaxed); }, nullptr);
+    on_exit(
+        [](int status, void*) {
+          g_status.store(status, std::memory_order_relaxed);
+          if (g_life.load(std::memory_order_acquire) == Life::serving) runtime().end_background();
+        },
+        nullptr);
     watch_toggle(runtime().options().track_signal.number);
     watch_signals();
     if (runtime().options().ctl == CtlMode::on && !start_helper(runtime()))

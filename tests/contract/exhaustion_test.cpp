@@ -278,10 +278,27 @@ SCENARIO(threads_share_a_limit) {
   EXPECT_GE(live, 128 * MiB);
 }
 
+// A thread that is about to take all of it for the pool leaves nobody without: the others wait for it.
+SCENARIO(threads_begin_under_a_limit) {
+  CUcontext context = nullptr;
+  CHECK_CU(CUDA_SUCCESS, driver().CtxGetCurrent(&context));
+  std::latch start{4};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 4; ++i) {
+    threads.emplace_back([&] {
+      CHECK_CU(CUDA_SUCCESS, driver().CtxSetCurrent(context));
+      start.arrive_and_wait();
+      for (int round = 0; round < 8; ++round) allocate(4 * MiB);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
 TEST_F(Exhaustion, TheLimitIsTheDevice) {
   if (!under_cushion()) GTEST_SKIP() << "it is Cushion's";
   EXPECT_SCENARIO("has_a_limit", {"CUSHION_LIMIT=256MiB"});
   EXPECT_SCENARIO("threads_share_a_limit", {"CUSHION_LIMIT=256MiB"});
+  EXPECT_SCENARIO("threads_begin_under_a_limit", {"CUSHION_LIMIT=256MiB", "CUSHION_INITIAL_SIZE=100%"});
 }
 
 SCENARIO(sees_the_device) {

@@ -484,12 +484,38 @@ TEST_F(Process, AnIpcHandleOpensTheBlockOrNothing) {
       EXPECT_TRUE(unserved.exited(77)) << unserved;
     }
   }
+  if (shares_memory()) {  // a free that fails leaves the block, and its handle
+    Stream stream;
+    CUgraph graph = nullptr;
+    CHECK_CU(CUDA_SUCCESS, driver().StreamBeginCapture(stream, CU_STREAM_CAPTURE_MODE_RELAXED));
+    CHECK_CU(CUDA_ERROR_INVALID_VALUE, driver().MemFreeAsync(blocks[1], stream));
+    CHECK_CU(CUDA_SUCCESS, driver().StreamEndCapture(stream, &graph));
+    CHECK_CU(CUDA_SUCCESS, driver().GraphDestroy(graph));
+    CHECK_CU(CUDA_SUCCESS, driver().IpcGetMemHandle(&same, blocks[1]));
+    EXPECT_EQ(hexadecimal(handle), hexadecimal(same));
+    EXPECT_SCENARIO("opens_a_handle", {"IPC_HANDLE=" + hexadecimal(handle), "IPC_EXPECT=12"});
+  }
   for (const CUdeviceptr p : blocks) CHECK_CU(CUDA_SUCCESS, driver().MemFree(p));
   if (under_cushion() && shares_memory() && pooled()) {
     const Outcome freed = run_scenario("opens_a_handle", {"IPC_HANDLE=" + hexadecimal(handle), "IPC_EXPECT=12"});
     EXPECT_TRUE(freed.exited(77)) << freed;
     EXPECT_NE(freed.err.find("its block was freed"), std::string::npos) << freed;
   }
+}
+
+// The device's reset takes the block along, and its handle.
+SCENARIO(exports_and_resets) {
+  const CUdeviceptr p = allocate(3 * MiB + 5);
+  CUipcMemHandle handle{};
+  CHECK_CU(CUDA_SUCCESS, driver().IpcGetMemHandle(&handle, p));
+  CHECK_CU(CUDA_SUCCESS, driver().DevicePrimaryCtxReset(0));
+  const Outcome gone = run_scenario("opens_a_handle", {"IPC_HANDLE=" + hexadecimal(handle), "IPC_EXPECT=0"});
+  EXPECT_TRUE(gone.exited(77)) << gone;
+}
+
+TEST_F(Process, AnIpcHandleEndsWithItsContext) {
+  if (!shares_memory() || !pooled()) GTEST_SKIP() << "the driver's own handles are its own matter";
+  EXPECT_SCENARIO("exports_and_resets");
 }
 
 TEST_F(Process, TheIpcCapableAttribute) {
