@@ -500,6 +500,11 @@ Context::Grant Context::wait_for_blocks(Arena& arena, const Need& need, const Re
   return grant;
 }
 
+bool Context::has_clean(const Need& need) noexcept {
+  std::lock_guard lock(global().mutex);
+  return global().clean->bins.find(need.size, need.alignment, kAnyStamp) != nullptr;
+}
+
 // More memory for the global arena, enough for `need`. `why` is what the driver said; success and false: MAX_SIZE does
 // not allow it.
 bool Context::grow(const Need& need, bool exact, CUresult& why) {
@@ -509,7 +514,15 @@ bool Context::grow(const Need& need, bool exact, CUresult& why) {
   std::uint64_t promised = 0;  // new bytes, at most
   const std::uint64_t generation = events_.generation();
   {
-    std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
+    // Under LIMIT a growth may be about to take all that there is for everybody: it is waited for.
+    const std::uint64_t deadline = shared_.limit.on() ? monotonic_ns() + options().oom_wait.ns : 0;
+    while (growing_ != 0 && deadline != 0 && monotonic_ns() < deadline) {
+      lock.unlock();
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+      lock.lock();
+    }
+    if (shared_.limit.on() && has_clean(need)) return true;  // it brought what is wanted
     const std::uint64_t held = gauges_.held.current();
     const std::uint64_t most = options().max_size.of(device_bytes_);
     const std::uint64_t have = held + promised_;
@@ -538,6 +551,7 @@ bool Context::grow(const Need& need, bool exact, CUresult& why) {
   }
   Limit::Claim claim = shared_.limit.claim(shared_, device_, promised, kPage, least);
   const bool limited = shared_.limit.on() && claim.bytes() < promised;
+  const bool there = limited && claim.bytes() < least && has_clean(need);  // brought by whose claim was waited for
   CUdeviceptr address = 0;
   CUresult result = CUDA_SUCCESS;
   Vmm::Growth growth;
@@ -576,6 +590,7 @@ bool Context::grow(const Need& need, bool exact, CUresult& why) {
     if (generation != events_.generation()) return false;  // reset meanwhile: what the address is now is not ours
     promised_ -= promised;
     --growing_;
+    if (there) return true;
     // The reset may be over and its discard() to come: the address then may be one that the old memory still has here.
     if (closing_.load(std::memory_order_relaxed) != 0) return false;
     if (result != CUDA_SUCCESS) {

@@ -237,6 +237,7 @@ class Context {
   Grant take_again(Arena& arena, const Need& need, const Request& request, LaneRef by);
   Grant search(Arena& arena, const Need& need, const Request& request, LaneRef by);
   bool refill(Arena& arena, const Need& need, LaneRef by);
+  bool has_clean(const Need& need) noexcept;  // the global arena, a free block for it
   bool grow(const Need& need, bool exact, CUresult& why);
   bool driver_has(std::uint64_t bytes) noexcept;
   Grant steal(Arena& arena, const Need& need, const Request& request, LaneRef by);
