@@ -1,17 +1,8 @@
 """Tensors that another process opens (torch.multiprocessing, by CUDA IPC): what it reads, and what it writes is seen
 here. Each tensor lies between others of the same size. (Natively PyTorch shares none without its caching allocator.)"""
 
-import sys
-
-try:
-    import torch
-    import torch.multiprocessing as multiprocessing
-except ImportError as error:
-    print(f"SKIP: {error}")
-    sys.exit(77)
-if not torch.cuda.is_available():
-    print("SKIP: this PyTorch sees no GPU")
-    sys.exit(77)
+from need_torch import torch
+import torch.multiprocessing as multiprocessing
 
 
 def other(tensors, sums):

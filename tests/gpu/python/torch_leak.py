@@ -3,17 +3,9 @@ tensor is an allocation of its own (PYTORCH_NO_CUDA_MEMORY_CACHING=1)."""
 
 import ctypes
 import os
-import sys
 
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-try:
-    import torch
-except ImportError as error:
-    print(f"SKIP: {error}")
-    sys.exit(77)
-if not torch.cuda.is_available():
-    print("SKIP: this PyTorch sees no GPU")
-    sys.exit(77)
+from need_torch import torch
 
 
 class Statistics:

@@ -2,18 +2,10 @@
 bits and a checksum of the trained weights. PYTORCH_NO_CUDA_MEMORY_CACHING=1 makes each tensor an allocation."""
 
 import os
-import sys
 import zlib
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-try:
-    import torch
-except ImportError as error:
-    print(f"SKIP: {error}")
-    sys.exit(77)
-if not torch.cuda.is_available():
-    print("SKIP: this PyTorch sees no GPU")
-    sys.exit(77)
+from need_torch import torch
 
 torch.use_deterministic_algorithms(True)
 torch.backends.cudnn.benchmark = False
