@@ -119,7 +119,10 @@ std::uint64_t Arena::newest_unclean() const noexcept {
   return newest;
 }
 
+// The generation changes before the first record is recycled, for who reads one without the lock and looks again; and
+// after the last, for who found one meanwhile.
 void Arena::abandon() {
+  generation_.fetch_add(1, std::memory_order_seq_cst);
   for (Heap* heap : pool.heaps()) {
     if (heap != nullptr && heap->lane != nullptr) heap->lane->heaps[static_cast<std::size_t>(index_)] = nullptr;
   }

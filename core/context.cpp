@@ -703,6 +703,12 @@ template <class Keep>
   }
   Block& block = *freed.block;
   const Leaving leaving(block);
+  // Once more: what a reset has recycled meanwhile has a heap's number where its stack's was.
+  std::atomic_thread_fence(std::memory_order_acquire);
+  if (leaving.stack != 0 && freed.generation != freed.arena->generation()) [[unlikely]] {
+    by.lane->leave();
+    return false;
+  }
   by.lane->tally.freed(block.live.requested, block.size);
   block.set(BlockState::cached);  // and counted: if it is lost now, it is not counted as lost
   keep();

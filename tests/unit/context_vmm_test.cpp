@@ -142,6 +142,7 @@ TEST_F(VmmTest, SmallBlocksKeepFewHandles) {
   EXPECT_EQ(counters().remaps, 1u);
   small.push_back(p);
   for (const CUdeviceptr q : small) CHECK_CU(0, core().Free(q));
+  core().context().relieve(0);  // the device is the other tests' too
 }
 
 // What little lies idle is not worth moving while there is more.
