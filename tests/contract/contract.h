@@ -91,6 +91,7 @@ struct Scenario {
 void use_primary_context();                                            // … until this call
 bool expectations_failed();                                            // so far, in this scenario
 
+// By the C library: an algorithm's loop over megabytes takes seconds where nothing is optimised, under a sanitizer.
 inline bool all_are(const std::vector<std::uint8_t>& bytes, std::uint8_t value) {
   return bytes == std::vector<std::uint8_t>(bytes.size(), value);
 }
