@@ -47,7 +47,7 @@ inline void turn_to(Lane& lane) noexcept {
 
 // A block that is being freed, if its call stack is known: told once the lane's lock is given back.
 struct Leaving {
-  explicit Leaving(const Block& block) noexcept : stack(block.stack) {
+  explicit Leaving(const Block& block) noexcept : stack(block.stack.acquire()) {
     if (stack == 0) [[likely]]
       return;
     address = block.address();
@@ -703,8 +703,7 @@ template <class Keep>
   }
   Block& block = *freed.block;
   const Leaving leaving(block);
-  // Once more: what a reset has recycled meanwhile has a heap's number where its stack's was.
-  std::atomic_thread_fence(std::memory_order_acquire);
+  // Once more, after the stack was read: what a reset has recycled meanwhile has a heap's number where its stack's was.
   if (leaving.stack != 0 && freed.generation != freed.arena->generation()) [[unlikely]] {
     by.lane->leave();
     return false;

@@ -49,8 +49,8 @@ bool Ipc::open_records(const char*& why) noexcept {
 }
 
 void Ipc::clear(Record& record) noexcept {
-  std::atomic_ref(record.token[0]).store(0, std::memory_order_release);
-  std::atomic_thread_fence(std::memory_order_seq_cst);
+  // An exchange, so that what is written to the record later does not come before it.
+  std::atomic_ref(record.token[0]).exchange(0, std::memory_order_seq_cst);
 }
 
 std::optional<CUipcMemHandle> Ipc::issue(CUdeviceptr block, CUcontext context, const Place& place,
