@@ -30,6 +30,13 @@ fi
 
 step() { printf '\n== %s ==\n' "$*"; }
 
+# What the failed tests of a build folder printed, once more: a log of which only the end is kept has it then.
+tell_failures() {
+  awk '/^[0-9]+\/[0-9]+ Testing: / { text = "" }
+       { text = text $0 "\n" }
+       /^Test Failed\./ { print substr(text, length(text) - 3000) }' "$1/Testing/Temporary/LastTest.log"
+}
+
 if [ -n "$checks" ]; then
   step "formatting"
   git ls-files -z '*.h' '*.cpp' '*.cu' | xargs -0 clang-format --dry-run -Werror
@@ -43,7 +50,7 @@ for preset in "${presets[@]}"; do
   step "$preset"
   cmake --preset "$preset" ${checks:+-DCUSHION_WERROR=ON}
   cmake --build --preset "$preset" --parallel "$(nproc)"
-  ctest --preset "$preset" --parallel "$(nproc)"
+  ctest --preset "$preset" --parallel "$(nproc)" || { tell_failures "build/$preset"; exit 1; }
 done
 
 # What Cushion costs the processor, over the emulated driver: figures to look at, nothing to fail on.
